@@ -1,0 +1,43 @@
+# Every target works by itself on a fresh Debian or Ubuntu: scripts/bootstrap.sh installs what is missing.
+
+PYTHON := .venv/bin/python
+WORKERS ?= 2
+DEMO_OUT ?= out/demo
+
+.PHONY: help env demo test test-long lint docs bench clean
+
+help:
+	@echo "make demo       real weights through the generated RTL, compared and summarised (under 5 minutes)"
+	@echo "make test       lint, documentation and the test suite (under 20 minutes)"
+	@echo "make test-long  the slower tests"
+	@echo "make lint       ruff: rules and format"
+	@echo "make docs       documentation in docs/_build/html"
+	@echo "make bench      speed and size figures"
+	@echo "make clean      remove what the other targets made, the environment included"
+
+env:
+	@scripts/bootstrap.sh
+
+demo: env
+	@$(PYTHON) -m kvant demo --out $(DEMO_OUT)
+
+lint: env
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+
+docs: env
+	@$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "documentation: docs/_build/html/index.html"
+
+test: lint docs
+	@$(PYTHON) -m pytest -n $(WORKERS)
+
+test-long: env
+	@$(PYTHON) -m pytest -n $(WORKERS) -m long
+
+bench: env
+	@set -e; for script in bench/*.py; do echo "== $$script"; $(PYTHON) "$$script"; done
+
+clean:
+	rm -rf .venv build out docs/_build sim_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
