@@ -1,0 +1,392 @@
+"""The linear path: fp16 activations times M-ANT weights, streamed, to fp32 outputs."""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from amaranth.lib import data, fifo, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.linear.accumulate import GroupAccumulator
+from kvant.hw.linear.activation_buffer import ActivationBuffer, activation_input, quantized_output
+from kvant.hw.linear.array import LinearArray
+from kvant.hw.linear.layouts import index_width
+from kvant.hw.linear.parameters import LinearParameters, ceil_div
+from kvant.hw.linear.sequencer import Sequencer
+from kvant.hw.linear.tile_loop import COUNT_WIDTH
+from kvant.hw.linear.weight_buffer import WeightBuffer, weight_input
+
+
+class Job(data.StructLayout):
+    """A matrix product ``y[tokens, N] = x[tokens, K] @ w[N, K].T``.
+
+    Members
+    -------
+    tokens : 1 ..
+        Rows of x.
+    groups : 1 ..
+        Groups of K, ``ceil(K / group)``.
+    tail : 1 .. group
+        Elements of the last group.
+    tiles : 1 ..
+        Weight tiles, ``ceil(N / cols)``.
+    last_cols : 1 .. cols
+        Columns of the last tile.
+    interleave : 1 ..
+        Tiles that take turns; ``tokens * interleave`` accumulators are used.
+    """
+
+    def __init__(self):
+        names = ["tokens", "groups", "tail", "tiles", "last_cols", "interleave"]
+        super().__init__({name: COUNT_WIDTH for name in names})
+
+
+def output(p: LinearParameters) -> data.StructLayout:
+    """Payload of the output port: one fp32 value per accumulator unit, 4 keep bits each, the end of the job."""
+    return data.StructLayout({"data": data.ArrayLayout(32, p.units), "keep": 4 * p.units, "last": 1})
+
+
+class JobCheck(wiring.Component):
+    """Takes job descriptors and refuses what the buffers cannot hold, before anything is loaded.
+
+    Takes at most ``COUNT_WIDTH + beats`` cycles a job: the products are made by serial multiplication.
+
+    Members
+    -------
+    cmd : in stream
+        Descriptors; the next is taken when the running job is `finished`.
+    job, tail_beats : out
+        The running job; beats of a plane of its last group of K.
+    start : out
+        One cycle: the job is legal and begins.
+    refused : out
+        One cycle: the job is not legal and is dropped.
+    finished : in
+        The running job needs its descriptor no more.
+    idle : out
+        No job is checked or running.
+    """
+
+    def __init__(self, p: LinearParameters, *, groups_stored: int):
+        self.p = p
+        self.groups_stored = groups_stored
+        super().__init__(
+            {
+                "cmd": In(stream.Signature(data.StructLayout({"data": Job()}))),
+                "job": Out(Job()),
+                "tail_beats": Out(index_width(p.beats + 1)),
+                "start": Out(1),
+                "refused": Out(1),
+                "finished": In(1),
+                "idle": Out(1),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        job = self.job
+        bit = Signal(range(COUNT_WIDTH))
+        multiplier = Signal(COUNT_WIDTH)
+        accumulators = Signal(2 * COUNT_WIDTH)
+        groups = Signal(2 * COUNT_WIDTH)
+        left = Signal(COUNT_WIDTH)  # elements of the last group not yet in a beat
+        legal = Signal()
+        m.d.comb += legal.eq(
+            (job.tokens != 0)
+            & (job.groups != 0)
+            & (job.tail != 0)
+            & (job.tail <= p.group)
+            & (job.tiles != 0)
+            & (job.last_cols != 0)
+            & (job.last_cols <= p.cols)
+            & (job.interleave != 0)
+            & (accumulators <= p.accumulators)
+            & (groups <= self.groups_stored)
+        )
+        with m.FSM():
+            with m.State("IDLE"):
+                m.d.comb += [self.idle.eq(1), self.cmd.ready.eq(1)]
+                with m.If(self.cmd.valid):
+                    m.d.sync += [
+                        job.eq(self.cmd.payload.data),
+                        multiplier.eq(self.cmd.payload.data.tokens),
+                        left.eq(self.cmd.payload.data.tail),
+                        bit.eq(0),
+                        accumulators.eq(0),
+                        groups.eq(0),
+                        self.tail_beats.eq(0),
+                    ]
+                    m.next = "MULTIPLY"
+            with m.State("MULTIPLY"):  # most significant bit first
+                top = multiplier[-1]
+                m.d.sync += [
+                    multiplier.eq(multiplier << 1),
+                    accumulators.eq((accumulators << 1) + Mux(top, job.interleave, 0)),
+                    groups.eq((groups << 1) + Mux(top, job.groups, 0)),
+                    bit.eq(bit + 1),
+                ]
+                with m.If(bit == COUNT_WIDTH - 1):
+                    m.next = "LEGAL"
+            with m.State("LEGAL"):
+                with m.If(legal):
+                    m.next = "TAIL"
+                with m.Else():
+                    m.d.comb += self.refused.eq(1)
+                    m.next = "IDLE"
+            with m.State("TAIL"):
+                m.d.sync += [self.tail_beats.eq(self.tail_beats + 1), left.eq(left - p.rows)]
+                with m.If(left <= p.rows):
+                    m.next = "START"
+            with m.State("START"):
+                m.d.comb += self.start.eq(1)
+                m.next = "RUN"
+            with m.State("RUN"):
+                with m.If(self.finished):
+                    m.next = "IDLE"
+        return m
+
+
+class OutputQueue(wiring.Component):
+    """Collects the outputs of all units into one stream and gives room to slots before they start.
+
+    Members
+    -------
+    reserve : in
+        A slot whose outputs are final starts; `last_column_tile` and `last_slot` describe it.
+    room : out
+        There is room for the outputs of one more slot.
+    last_cols : in
+        Columns of the last tile.
+    units : in
+        One output per unit and cycle, all units at once.
+    y : out stream
+        Column ``unit * unit_cols + step`` of a tile in lane *unit*; ``unit_cols`` transfers a slot.
+    empty : out
+        Nothing is reserved or waiting.
+    """
+
+    def __init__(self, p: LinearParameters, *, latency: int):
+        self.p = p
+        # Enough that a receiver that is always ready never delays a slot: a slot's room comes back `latency`
+        # cycles after it starts.
+        self.slots = ceil_div(latency, p.unit_cols) + 2
+        lane = data.StructLayout({"valid": 1, "y": 32})
+        super().__init__(
+            {
+                "reserve": In(1),
+                "last_column_tile": In(1),
+                "last_slot": In(1),
+                "room": Out(1),
+                "last_cols": In(COUNT_WIDTH),
+                "units": In(data.ArrayLayout(lane, p.units)),
+                "y": Out(stream.Signature(output(p))),
+                "empty": Out(1),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        m.submodules.flags = flags = fifo.SyncFIFOBuffered(width=2, depth=self.slots)
+        m.submodules.queue = queue = fifo.SyncFIFOBuffered(width=output(p).size, depth=self.slots * p.unit_cols)
+
+        reserved = Signal(range(self.slots + 1))
+        out_step = Signal(range(max(2, p.unit_cols)))
+        out_end = Signal()  # the last output of a slot leaves
+        taken = self.y.valid & self.y.ready
+        m.d.comb += [
+            out_end.eq(taken & (out_step == p.unit_cols - 1)),
+            self.room.eq(reserved != self.slots),
+            self.empty.eq(reserved == 0),
+            flags.w_data.eq(Cat(self.last_column_tile, self.last_slot)),
+            flags.w_en.eq(self.reserve),
+        ]
+        m.d.sync += reserved.eq(reserved + self.reserve - out_end)
+        with m.If(taken):
+            m.d.sync += out_step.eq(Mux(out_end, 0, out_step + 1))
+
+        step = Signal(range(max(2, p.unit_cols)))
+        step_end = step == p.unit_cols - 1
+        last_column_tile, last_slot = flags.r_data
+        columns = Mux(last_column_tile, self.last_cols, p.cols)
+        row = Signal(output(p))
+        m.d.comb += [
+            queue.w_data.eq(row),
+            queue.w_en.eq(self.units[0].valid),
+            flags.r_en.eq(queue.w_en & step_end),
+            row.last.eq(last_slot & step_end),
+        ]
+        for unit in range(p.units):
+            keep = unit * p.unit_cols + step < columns
+            m.d.comb += [row.data[unit].eq(self.units[unit].y), row.keep[4 * unit : 4 * unit + 4].eq(keep.replicate(4))]
+        with m.If(queue.w_en):
+            m.d.sync += step.eq(Mux(step_end, 0, step + 1))
+        m.d.comb += [
+            self.y.valid.eq(queue.r_rdy),
+            self.y.payload.eq(queue.r_data),
+            queue.r_en.eq(self.y.ready),
+        ]
+        return m
+
+
+class LinearEngine(wiring.Component):
+    """Matrix products of streamed M-ANT weights with fp16 activations, bit-exact.
+
+    ::
+
+        x ──> Int8Quantizer ──> ActivationBuffer ─┐            ┌─> GroupAccumulator ─┐
+                                    (xq)          ├─> Array ───┤        ...          ├─> OutputQueue ──> y
+        w ────────────────────> WeightBuffer ─────┘     ^      └─> GroupAccumulator ─┘
+        cmd ──> JobCheck ──> Sequencer ─────────────────┘
+
+    Weights stream once per job and are used for all its tokens. With all streams ready the array works every
+    cycle from the first activation group's arrival on; see `kvant.hw.linear.cycles` for the exact count.
+
+    Parameters
+    ----------
+    p : LinearParameters
+
+    Members
+    -------
+    cmd : in stream
+        `Job` descriptors. One that the buffers cannot hold, or with a zero or an illegal tail, raises `error` and is
+        dropped: nothing is loaded for it.
+    x : in stream
+        fp16 activations; for each group of K, all tokens; each group begins a new transfer.
+    w : in stream
+        Weight tiles; see `WeightBuffer`. Columns past the last output are ignored (any legal coefficient).
+    xq : out stream
+        Activations as quantised; must be taken for the job to proceed.
+    y : out stream
+        fp32 outputs in the order block of tiles, tile, token, column step; see `OutputQueue`.
+    busy : out
+        A job is under way or outputs wait.
+    nonfinite : out
+        Sticky: NaN (taken as 0) or an infinity (taken as +-65504) at the fp16 port.
+    error : out
+        Sticky: a refused job, a reserved coefficient, or a negative or non-finite weight scale (the group counts 0).
+    busy_cycles : out
+        Cycles in which at least one lane worked, since reset.
+    """
+
+    def __init__(self, p: LinearParameters):
+        self.p = p
+        self._array = LinearArray(p)
+        self._accumulators = [GroupAccumulator(p) for _ in range(p.units)]
+        self._activations = ActivationBuffer(p)
+        self._sequencer = Sequencer(
+            p, spacing=self._accumulators[0].loop_latency, groups_stored=self._activations.capacity
+        )
+        self._queue = OutputQueue(p, latency=self.slot_latency)
+        super().__init__(
+            {
+                "cmd": In(stream.Signature(data.StructLayout({"data": Job()}))),
+                "x": In(stream.Signature(activation_input(p))),
+                "w": In(stream.Signature(weight_input(p))),
+                "xq": Out(stream.Signature(quantized_output(p))),
+                "y": Out(stream.Signature(output(p))),
+                "busy": Out(1),
+                "nonfinite": Out(1),
+                "error": Out(1),
+                "busy_cycles": Out(32),
+            }
+        )
+
+    @property
+    def slot_latency(self) -> int:
+        """Cycles from the start of a slot of most beats until its last output is taken by a ready receiver."""
+        p = self.p
+        beats = p.beats * (2 if p.int8_groups else 1)
+        return beats + 1 + self._array.latency + self._accumulators[0].latency + 2 + p.unit_cols
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        m.submodules.job_check = check = JobCheck(p, groups_stored=self._activations.capacity)
+        m.submodules.activations = activations = self._activations
+        m.submodules.weights = weights = WeightBuffer(p)
+        m.submodules.sequencer = sequencer = self._sequencer
+        m.submodules.array = array = self._array
+        m.submodules.queue = queue = self._queue
+
+        wiring.connect(m, wiring.flipped(self.cmd), check.cmd)
+        wiring.connect(m, wiring.flipped(self.x), activations.x)
+        wiring.connect(m, wiring.flipped(self.w), weights.w)
+        wiring.connect(m, activations.xq, wiring.flipped(self.xq))
+        wiring.connect(m, queue.y, wiring.flipped(self.y))
+
+        job = check.job
+        m.d.comb += [
+            activations.start.eq(check.start),
+            activations.tokens.eq(job.tokens),
+            activations.groups.eq(job.groups),
+            activations.tail.eq(job.tail),
+            weights.start.eq(check.start),
+            weights.tiles.eq(job.tiles),
+            weights.interleave.eq(job.interleave),
+            weights.groups.eq(job.groups),
+            weights.tail_beats.eq(check.tail_beats),
+            sequencer.start.eq(check.start),
+            sequencer.tokens.eq(job.tokens),
+            sequencer.tiles.eq(job.tiles),
+            sequencer.interleave.eq(job.interleave),
+            sequencer.groups.eq(job.groups),
+            sequencer.tail_beats.eq(check.tail_beats),
+            # The descriptor still names the columns of the job's last outputs.
+            check.finished.eq(sequencer.done & queue.empty),
+            queue.last_cols.eq(job.last_cols),
+        ]
+
+        m.d.comb += [
+            sequencer.head_valid.eq(weights.head_valid),
+            sequencer.high_plane.eq(weights.head.high_plane),
+            sequencer.stored.eq(activations.stored),
+            sequencer.room.eq(queue.room),
+            weights.release.eq(sequencer.release),
+            weights.release_beats.eq(sequencer.release_beats),
+            weights.beat.eq(sequencer.weight_beat),
+            activations.word_address.eq(sequencer.word_address),
+            activations.group_address.eq(sequencer.group_address),
+            queue.reserve.eq(sequencer.finishing),
+            queue.last_column_tile.eq(sequencer.last_column_tile),
+            queue.last_slot.eq(sequencer.last_slot),
+        ]
+
+        # The buffers answer one cycle after they are asked; what goes with the beat waits as long.
+        beat, slot = array.beat, array.slot
+        with m.If(sequencer.beat_valid):
+            m.d.sync += [
+                slot.address.eq(sequencer.address),
+                slot.first_group.eq(sequencer.first_group),
+                slot.last_group.eq(sequencer.last_group),
+            ]
+            for column, head in enumerate(weights.head.columns):
+                m.d.sync += [slot.coefficient[column].eq(head.coefficient), slot.w_scale[column].eq(head.scale)]
+        m.d.sync += [
+            beat.valid.eq(sequencer.beat_valid),
+            beat.first.eq(sequencer.first),
+            beat.last.eq(sequencer.last),
+            beat.high.eq(sequencer.high),
+        ]
+        m.d.comb += [
+            beat.x.eq(activations.word),
+            beat.codes.eq(weights.codes),
+            slot.x_scale.eq(activations.scale),
+        ]
+
+        errors = [check.refused]
+        for unit, accumulator in enumerate(self._accumulators):
+            m.submodules[f"accumulator_{unit}"] = accumulator
+            m.d.comb += [
+                accumulator.i.eq(array.results[unit]),
+                queue.units[unit].valid.eq(accumulator.o.valid),
+                queue.units[unit].y.eq(accumulator.o.y),
+            ]
+            errors.append(accumulator.error)
+        with m.If(Cat(*errors).any()):
+            m.d.sync += self.error.eq(1)
+        m.d.comb += [
+            self.nonfinite.eq(activations.nonfinite),
+            self.busy.eq(~check.idle),
+        ]
+        with m.If(beat.valid):
+            m.d.sync += self.busy_cycles.eq(self.busy_cycles + Const(1))
+        return m

@@ -1,0 +1,149 @@
+"""Weight tiles on their way to the array: a ring of codes and a queue of tile heads."""
+
+from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.lib import data, fifo, memory, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.linear.layouts import index_width
+from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop
+from kvant.hw.numeric.codes import INT8
+
+
+def weight_input(p: LinearParameters) -> data.StructLayout:
+    """Payload of the weight port: codes of one beat, scale and coefficient of every column (constant over a tile)."""
+    column = data.StructLayout({"scale": 16, "coefficient": 8})
+    return data.StructLayout(
+        {
+            "data": data.ArrayLayout(data.ArrayLayout(4, p.rows), p.cols),
+            "user": data.ArrayLayout(column, p.cols),
+        }
+    )
+
+
+class TileHead(data.StructLayout):
+    """What is known of a complete tile: its columns' metadata, and whether it has a plane of high INT8 digits."""
+
+    def __init__(self, p: LinearParameters):
+        super().__init__({"columns": weight_input(p)["user"].shape, "high_plane": 1})
+
+
+class WeightBuffer(wiring.Component):
+    """Takes weight tiles as they stream in and holds each until all tokens of the job have used it.
+
+    Members
+    -------
+    start : in
+        Expect the tiles of a job; its numbers are stable from here on.
+    tiles, interleave, groups : in
+        See `TileLoop`.
+    tail_beats : in
+        Beats of a plane of the last group of K (other groups have `LinearParameters.beats`).
+    w : in stream
+        Tiles in the order of `TileLoop`, planes (high digits first, where a coefficient is 254), beats.
+    head_valid, head : out
+        The oldest complete tile.
+    release : in
+        The oldest tile has been read for the last time; the next head follows in the next cycle.
+    release_beats : in
+        Its beats over all planes.
+    beat : in
+        Which beat of the oldest tile to read.
+    codes : out
+        The codes of that beat, one cycle later.
+    """
+
+    HEADS = 8
+    """Complete tiles that may wait; enough to run single-beat tiles without a bubble."""
+
+    def __init__(self, p: LinearParameters):
+        self.p = p
+        self.tile_beats = p.beats * (2 if p.int8_groups else 1)
+        """Most beats of a tile."""
+        self.depth = max(self.HEADS, 1 << (4 * self.tile_beats - 1).bit_length())
+        """Beats that fit; a power of two, so that addresses wrap by themselves."""
+        super().__init__(
+            {
+                "start": In(1),
+                "tiles": In(COUNT_WIDTH),
+                "interleave": In(COUNT_WIDTH),
+                "groups": In(COUNT_WIDTH),
+                "tail_beats": In(index_width(p.beats + 1)),
+                "w": In(stream.Signature(weight_input(p))),
+                "head_valid": Out(1),
+                "head": Out(TileHead(p)),
+                "release": In(1),
+                "release_beats": In(index_width(self.tile_beats + 1)),
+                "beat": In(index_width(self.tile_beats)),
+                "codes": Out(4 * p.lanes),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        m.submodules.loop = loop = TileLoop()
+        # A beat is read only after its tile is complete, and freed after its last read.
+        m.submodules.ring = ring = memory.Memory(
+            shape=4 * p.lanes, depth=self.depth, init=[], attrs={"no_rw_check": 1}
+        )
+        m.submodules.heads = heads = fifo.SyncFIFOBuffered(width=TileHead(p).size, depth=self.HEADS)
+        write, read = ring.write_port(), ring.read_port()
+
+        used = Signal(range(self.depth + 1))
+        write_address = Signal(range(self.depth))
+        beat = Signal(range(p.beats))
+        plane_is_high = Signal()
+        first_plane_beat_done = Signal()  # the tile's first plane is known to be this one
+        columns_int8 = Signal()
+        if p.int8_groups:
+            m.d.comb += columns_int8.eq(Cat(column.coefficient == INT8 for column in self.w.payload.user).any())
+        high = Signal()
+        m.d.comb += high.eq(Mux(first_plane_beat_done, plane_is_high, columns_int8))
+
+        plane_beats = Mux(loop.last_group, self.tail_beats, p.beats)
+        plane_end = Signal()
+        tile_end = Signal()
+        take = Signal()
+        m.d.comb += [
+            take.eq(self.w.valid & self.w.ready),
+            self.w.ready.eq(~loop.done & (used != self.depth) & heads.w_rdy),
+            plane_end.eq(beat + 1 == plane_beats),
+            tile_end.eq(plane_end & ~high),
+            loop.start.eq(self.start),
+            loop.step.eq(take & tile_end),
+            loop.tiles.eq(self.tiles),
+            loop.interleave.eq(self.interleave),
+            loop.groups.eq(self.groups),
+            write.addr.eq(write_address),
+            write.data.eq(self.w.payload.data),
+            write.en.eq(take),
+        ]
+        had_high_plane = Signal()
+        head_in = Signal(TileHead(p))
+        m.d.comb += [
+            head_in.columns.eq(self.w.payload.user),
+            head_in.high_plane.eq(had_high_plane),
+            heads.w_data.eq(head_in),
+            heads.w_en.eq(take & tile_end),
+        ]
+        with m.If(take):
+            m.d.sync += [
+                write_address.eq(write_address + 1),
+                beat.eq(Mux(plane_end, 0, beat + 1)),
+                plane_is_high.eq(high & ~plane_end),
+                first_plane_beat_done.eq(~tile_end),
+                had_high_plane.eq(Mux(tile_end, 0, had_high_plane | high)),
+            ]
+
+        base = Signal(range(self.depth))
+        m.d.comb += [
+            self.head_valid.eq(heads.r_rdy),
+            self.head.eq(heads.r_data),
+            heads.r_en.eq(self.release),
+            read.addr.eq(base + self.beat),
+            self.codes.eq(read.data),
+        ]
+        freed = Mux(self.release, self.release_beats, 0)
+        m.d.sync += [base.eq(base + freed), used.eq(used + take - freed)]
+        return m

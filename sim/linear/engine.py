@@ -1,0 +1,174 @@
+"""The linear path in a simulator: tensors in, tensors out."""
+
+import numpy as np
+
+from kvant.hw.linear.engine import LinearEngine
+from kvant.hw.linear.jobs import JobNumbers, plan
+from kvant.hw.linear.parameters import LinearParameters, ceil_div
+from kvant.sim.simulate import simulate
+from kvant.sim.streams import Stimulus, Trace
+
+INT8 = 254
+"""Coefficient byte of a group whose elements are INT8."""
+
+
+def run(
+    p: LinearParameters,
+    arrays: dict[str, np.ndarray],
+    *,
+    name: str = "linear",
+    simulator: str = "verilator",
+    stall: float = 0.0,
+    seed: int = 0,
+    waves=None,
+) -> dict[str, np.ndarray]:
+    """Multiply in the simulated RTL.
+
+    Parameters
+    ----------
+    p : LinearParameters
+    arrays : dict
+        ``x`` f16 [T, K], ``w_codes`` u8 [N, K], ``w_scale`` f16 [N, ceil(K/G)], ``w_coeff`` u8 [N, ceil(K/G)], and
+        ``w_int8`` i8 [N, K] where a coefficient is 254.
+    name, simulator, stall, seed, waves
+        See `kvant.sim.simulate.simulate`.
+
+    Returns
+    -------
+    dict
+        ``y`` f32 [T, N], ``x_q`` i8 [T, K], ``x_scale`` f16 [T, ceil(K/G)]; 0-d i64: ``cycles`` from the first
+        activation or weight transfer to the last output transfer, ``busy_cycles``, ``nonfinite``, ``error``.
+    """
+    tokens, inputs = arrays["x"].shape
+    outputs = arrays["w_codes"].shape[0]
+    jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
+    trace = simulate(
+        lambda: LinearEngine(p), name, stimulus(p, jobs, arrays), simulator=simulator, stall=stall, seed=seed, waves=waves
+    )
+    return collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs)
+
+
+def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.ndarray]) -> Stimulus:
+    """The transfers of *jobs*."""
+    x, w, user = [], {"data": [], "user": []}, None
+    tiles = _weight_tiles(p, arrays)
+    for job in jobs:
+        x += _activations(p, job, arrays["x"])
+        for group, tile in job.tile_order():
+            beats, user = tiles[group, tile]
+            w["data"] += beats
+            w["user"] += [user] * len(beats)
+    words = sum(job.tokens * ((job.groups - 1) * p.beats + ceil_div(job.tail, p.rows)) for job in jobs)
+    rows = sum(job.tokens * job.tiles * p.unit_cols for job in jobs)
+    return Stimulus(
+        inputs={
+            "s_axis_cmd": {"data": [job.descriptor() for job in jobs]},
+            "s_axis_x": {"data": x},
+            "s_axis_w": w,
+        },
+        expect={"m_axis_xq": words, "m_axis_y": rows},
+        status=["nonfinite", "error", "busy_cycles"],
+    )
+
+
+def _to_integers(rows: np.ndarray) -> list[int]:
+    """Each row of a byte matrix as one integer, first byte lowest."""
+    width = rows.shape[1]
+    raw = np.ascontiguousarray(rows).tobytes()
+    return [int.from_bytes(raw[start : start + width], "little") for start in range(0, len(raw), width)]
+
+
+def _activations(p: LinearParameters, job: JobNumbers, x: np.ndarray) -> list[int]:
+    tokens = x[job.first_token : job.first_token + job.tokens].view(np.uint16)
+    transfers = []
+    for group in range(job.groups):
+        part = tokens[:, group * p.group : (group + 1) * p.group]
+        part = np.pad(part, ((0, 0), (0, -part.shape[1] % p.x_lanes)))
+        transfers += _to_integers(part.reshape(-1, p.x_lanes).view(np.uint8))
+    return transfers
+
+
+def _weight_tiles(p: LinearParameters, arrays: dict[str, np.ndarray]) -> dict[tuple[int, int], tuple[list[int], int]]:
+    """Beats and metadata of every tile ``(group, tile)``."""
+    codes, coefficient = arrays["w_codes"], arrays["w_coeff"]
+    outputs, inputs = codes.shape
+    groups, tiles = coefficient.shape[1], ceil_div(outputs, p.cols)
+    extra = tiles * p.cols - outputs
+
+    metadata = np.zeros((tiles * p.cols, groups, 3), np.uint8)
+    metadata[:outputs, :, :2] = np.ascontiguousarray(arrays["w_scale"]).view(np.uint8).reshape(outputs, groups, 2)
+    metadata[:outputs, :, 2] = coefficient
+    metadata = metadata.reshape(tiles, p.cols, groups, 3).transpose(2, 0, 1, 3).reshape(groups, tiles, -1)
+
+    low = codes.copy()
+    high = np.zeros_like(codes)
+    int8_groups = coefficient == INT8
+    if int8_groups.any():
+        elements = np.repeat(int8_groups, p.group, axis=1)[:, :inputs]
+        bytes_ = arrays["w_int8"].view(np.uint8)
+        low = np.where(elements, bytes_ & 15, low)
+        high = np.where(elements, bytes_ >> 4, high)
+    tile_is_int8 = np.pad(int8_groups, ((0, extra), (0, 0))).reshape(tiles, p.cols, groups).any(axis=1)
+
+    result = {}
+    for group in range(groups):
+        columns = slice(group * p.group, min((group + 1) * p.group, inputs))
+        beats = ceil_div(columns.stop - columns.start, p.rows)
+        pad = ((0, extra), (0, beats * p.rows - (columns.stop - columns.start)))
+        planes = []
+        for plane in (high, low):
+            # [tile, column, beat, row] -> [tile, beat, column, row]: one beat's nibbles in the order of the port
+            nibbles = np.pad(plane[:, columns], pad).reshape(tiles, p.cols, beats, p.rows).transpose(0, 2, 1, 3)
+            nibbles = nibbles.reshape(tiles, beats, p.lanes)
+            if p.lanes % 2:
+                nibbles = np.pad(nibbles, ((0, 0), (0, 0), (0, 1)))
+            planes.append(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
+        user = _to_integers(metadata[group])
+        for tile in range(tiles):
+            transfers = _to_integers(planes[1][tile])
+            if tile_is_int8[tile, group]:
+                transfers = _to_integers(planes[0][tile]) + transfers
+            result[group, tile] = transfers, user[tile]
+    return result
+
+
+def _from_integers(values: list[int], width: int) -> np.ndarray:
+    """Integers as rows of *width* bytes."""
+    return np.frombuffer(b"".join(value.to_bytes(width, "little") for value in values), np.uint8).reshape(-1, width)
+
+
+def collect(
+    p: LinearParameters, jobs: list[JobNumbers], trace: Trace, *, tokens: int, inputs: int, outputs: int
+) -> dict[str, np.ndarray]:
+    """The tensors in the transfers of *jobs*."""
+    groups = ceil_div(inputs, p.group)
+    y = np.zeros((tokens, outputs), np.float32)
+    x_q = np.zeros((tokens, inputs), np.int8)
+    x_scale = np.zeros((tokens, groups), np.float16)
+
+    words = _from_integers(trace.transfers["m_axis_xq"]["data"], p.rows).view(np.int8)
+    scales = np.array(trace.transfers["m_axis_xq"]["user"], np.uint16).view(np.float16)
+    position = 0
+    for job in jobs:
+        rows = slice(job.first_token, job.first_token + job.tokens)
+        for group in range(job.groups):
+            columns = slice(group * p.group, min((group + 1) * p.group, inputs))
+            beats = ceil_div(columns.stop - columns.start, p.rows)
+            part = slice(position, position + job.tokens * beats)
+            x_q[rows, columns] = words[part].reshape(job.tokens, -1)[:, : columns.stop - columns.start]
+            x_scale[rows, group] = scales[part][::beats]
+            position = part.stop
+
+    lanes = _from_integers(trace.transfers["m_axis_y"]["data"], 4 * p.units).view(np.float32)
+    position = 0
+    for job in jobs:
+        count = job.tiles * job.tokens * p.unit_cols
+        # transfer [tile, token, step] lane [unit] is column unit * unit_cols + step of the tile
+        part = lanes[position : position + count].reshape(job.tiles, job.tokens, p.unit_cols, p.units)
+        part = part.transpose(1, 0, 3, 2).reshape(job.tokens, job.tiles, -1)[:, :, : p.cols]
+        y[job.first_token : job.first_token + job.tokens] = part.reshape(job.tokens, -1)[:, :outputs]
+        position += count
+
+    first = min(trace.cycles["s_axis_x"][0], trace.cycles["s_axis_w"][0])
+    numbers = {"cycles": trace.cycles["m_axis_y"][-1] - first + 1, **trace.status}
+    return {"y": y, "x_q": x_q, "x_scale": x_scale} | {key: np.array(value, np.int64) for key, value in numbers.items()}
