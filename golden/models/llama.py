@@ -1,0 +1,129 @@
+"""Forward of a Llama-like model in plain torch, float32: the reference that quantised models are compared with.
+
+Works layer by layer from a `Checkpoint`, so that calibration of a large model holds one layer at a time.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from kvant.golden.models.checkpoint import Checkpoint
+from kvant.golden.models.errors import ModelError
+from torch.nn import functional
+
+Observer = Callable[[str, torch.Tensor], None]
+"""Called during a forward with a name and a tensor: for every linear weight its name and its input [B, T, K], and for
+every layer ``model.layers.5.queries`` [B, Hq, T, d], ``.keys`` and ``.values`` [B, Hkv, T, d], all after RoPE."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Scale the last dimension to a mean square of 1, then by *weight*."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [..., T, d]: pairs (j, j + d/2) turn by the angles of [T, d/2] tables."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class Llama:
+    """A model ready to run.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Where weights come from.
+    replacements : mapping, optional
+        Float32 weights that take the place of the checkpoint's, by name: dequantised ones, to measure their loss.
+    keep : bool
+        Keep weights in memory after their first use. False reads them at every use, for models that do not fit.
+
+    Raises
+    ------
+    ModelError
+        When the checkpoint does not describe a model that this forward knows.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, replacements: Mapping[str, torch.Tensor] | None = None, keep: bool = True
+    ):
+        self.config = checkpoint.config
+        self.checkpoint = checkpoint
+        self._replacements = dict(replacements or {})
+        self._kept: dict[str, torch.Tensor] = {}
+        self._keep = keep
+        for name, value in self._replacements.items():
+            if name not in checkpoint.tensors or tuple(value.shape) != checkpoint.tensors[name].shape:
+                raise ModelError(f"{name}: shape {tuple(value.shape)} replaces no tensor of {checkpoint.path.name}")
+        self._frequencies = self.config.inverse_frequencies()
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Float32 values in use."""
+        if name in self._replacements:
+            return self._replacements[name]
+        if name not in self._kept:
+            value = self.checkpoint.weight(name)
+            if not self._keep:
+                return value
+            self._kept[name] = value
+        return self._kept[name]
+
+    def _linear(self, name: str, x: torch.Tensor, observe: Observer | None) -> torch.Tensor:
+        if observe is not None:
+            observe(f"{name}.weight", x)
+        bias = self.weight(f"{name}.bias") if f"{name}.bias" in self.checkpoint.tensors else None
+        return functional.linear(x, self.weight(f"{name}.weight"), bias)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """First hidden states [B, T, hidden] of token numbers [B, T].
+
+        Raises
+        ------
+        ModelError
+            A token number outside the vocabulary.
+        """
+        tokens = tokens.long()
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocabulary:
+            raise ModelError(
+                f"tokens = {int(tokens.min())}..{int(tokens.max())}: legal is 0..{self.config.vocabulary - 1}"
+            )
+        return self.weight("model.embed_tokens.weight")[tokens]
+
+    def layer(self, number: int, hidden: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
+        """One decoder layer on hidden states [B, T, hidden] whose first token has position 0."""
+        config, base = self.config, f"model.layers.{number}"
+        angles = torch.outer(torch.arange(hidden.shape[1], dtype=torch.float32), self._frequencies)
+        cosine, sine = angles.cos(), angles.sin()
+
+        def heads(name: str, x: torch.Tensor) -> torch.Tensor:
+            projected = self._linear(f"{base}.self_attn.{name}", x, observe)
+            return projected.unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+
+        x = rms_norm(hidden, self.weight(f"{base}.input_layernorm.weight"), config.norm_epsilon)
+        queries = rotate(heads("q_proj", x), cosine, sine)
+        keys = rotate(heads("k_proj", x), cosine, sine)
+        values = heads("v_proj", x)
+        if observe is not None:
+            for name, value in (("queries", queries), ("keys", keys), ("values", values)):
+                observe(f"{base}.{name}", value)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        hidden = hidden + self._linear(f"{base}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)
+
+        x = rms_norm(hidden, self.weight(f"{base}.post_attention_layernorm.weight"), config.norm_epsilon)
+        gate = functional.silu(self._linear(f"{base}.mlp.gate_proj", x, observe))
+        up = self._linear(f"{base}.mlp.up_proj", x, observe)
+        return hidden + self._linear(f"{base}.mlp.down_proj", gate * up, observe)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocabulary] of the last hidden states."""
+        x = rms_norm(hidden, self.weight("model.norm.weight"), self.config.norm_epsilon)
+        name = "model.embed_tokens.weight" if self.checkpoint.tied else "lm_head.weight"
+        return functional.linear(x, self.weight(name))
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
+        """Logits [B, T, vocabulary] of token numbers [B, T], causal, positions from 0."""
+        hidden = self.embed(tokens)
+        for number in range(self.config.layers):
+            hidden = self.layer(number, hidden, observe)
+        return self.head(hidden)
