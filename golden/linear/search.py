@@ -1,0 +1,268 @@
+"""Weight quantisation: coefficient and scale of every group by least error.
+
+Candidates are the table's coefficients, each at one or several scales. Each is encoded exactly and measured in
+float32; where the two best lie closer than float32 tells apart, float64 decides. So the least weight error is the
+one of float64 at the stored scale, ties going to the earliest table entry, at the speed of float32.
+Source: docs/numerics.md, "Choosing the coefficient" and "Groups and scales".
+"""
+
+import numbers
+
+import numpy as np
+import torch
+
+from kvant.golden.errors import TensorError
+from kvant.golden.linear.objective import LocalObjective, Objective
+from kvant.golden.linear.weights import QuantizedWeights
+from kvant.golden.numeric.codes import (
+    DEFAULT_COEFFICIENTS,
+    INT8,
+    check_table,
+    largest_level,
+    level_table,
+    unchecked_decode,
+    unchecked_encode,
+)
+from kvant.golden.numeric.int8 import int8_groups
+from kvant.golden.numeric.rounding import fp16
+from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count, to_groups
+
+CHUNK = 1 << 16
+"""Elements worked on at a time: a few float32 buffers of them stay in the cache of a core."""
+
+CALIBRATED_TOLERANCE = 2e-4
+"""Relative difference of calibrated objectives below which float64 decides."""
+
+
+def quantize_weights(
+    w,
+    group: int = 64,
+    coefficients=DEFAULT_COEFFICIENTS,
+    *,
+    second_moment=None,
+    scale_factors=(1.0,),
+    outlier_groups=None,
+    name: str = "w",
+) -> QuantizedWeights:
+    """Quantise a weight matrix to M-ANT groups along K.
+
+    Parameters
+    ----------
+    w : f16, bf16 or f32 [N, K]
+    group : int
+        G; a short last group, K < G and K = 1 are legal.
+    coefficients : sequence of int
+        Table of 1 to 16 bytes of 0..127 or 255, any order, repeats included. On a tie the earliest entry wins.
+    second_moment : [K] or [ceil(K/G), G, G], optional
+        Diagonal or full second moment of the calibration activations (`objective.diagonal_moment`,
+        `objective.second_moment`): the search minimises the group's output error instead of its weight error.
+    scale_factors : sequence of float
+        Scales tried, ``fp16(factor * absmax / M)``, as factors of 0 < factor <= 2. On a tie the earliest wins
+        (after the earliest coefficient).
+    outlier_groups : bool [N, ceil(K/G)] or float, optional
+        Groups that stay INT8 (coefficient 254): marked ones, or all whose absmax exceeds this many times the root
+        mean square of the group.
+    name : str
+        What error messages call the tensor.
+
+    Returns
+    -------
+    QuantizedWeights
+        A group whose scale rounds to 0 has codes 0x0 and value 0; an all-zero one has the first table entry.
+
+    Raises
+    ------
+    TensorError
+        An element is not finite, or every coefficient's scale of a group overflows fp16: the text names tensor
+        and group.
+    """
+    w = as_tensor(w, name, (torch.float16, torch.bfloat16, torch.float32), 2).to(torch.float32) + 0.0  # no -0
+    group = check_group(group)
+    table = check_table(coefficients)
+    factors = _check_factors(scale_factors)
+    outputs, inputs = w.shape
+    _check_finite(w, group, name)
+    marked = _marked_groups(w, group, outlier_groups, name)
+    _check_range(w, group, table, factors, marked, name)
+    objective = Objective(inputs, group, second_moment)
+
+    scale = torch.zeros(outputs, group_count(inputs, group), dtype=torch.float16)
+    coefficient = torch.zeros(scale.shape, dtype=torch.uint8)
+    codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
+    int8 = torch.zeros(outputs, inputs, dtype=torch.int8) if marked is not None and marked.any() else None
+    loss = torch.zeros(scale.shape, dtype=torch.float64)
+    search = _Search(table, factors)
+    for rows, first, last, start, stop in _chunks(outputs, inputs, group):
+        length = (stop - start) // (last - first)
+        part = (rows, slice(first, last))
+        x = w[rows, start:stop].reshape(-1, last - first, length).transpose(0, 1).contiguous()  # [B, n, g]
+        local = objective.at(first, last, length)
+        s, a = search.best(x, local, objective)
+        code = unchecked_encode(x, s, a)
+        level = unchecked_decode(code, a[..., None])
+        if int8 is not None:
+            keep = marked[part].T
+            q, s8 = int8_groups(x)
+            q = q.masked_fill_(~keep[..., None], 0)
+            code.masked_fill_(keep[..., None], 0)
+            level = torch.where(keep[..., None], q.to(torch.int32), level)
+            s, a = torch.where(keep, s8, s), torch.where(keep, INT8, a)
+            int8[rows, start:stop] = q.transpose(0, 1).flatten(1)
+        error = x.to(torch.float64) - s.to(torch.float64)[..., None] * level
+        loss[part] = local.measure(error).T
+        scale[part], coefficient[part] = s.T, a.T
+        codes[rows, start:stop] = code.transpose(0, 1).flatten(1)
+    return QuantizedWeights(codes, scale, coefficient, int8, group, float(np.sum(loss.numpy())), name)
+
+
+def _check_factors(factors) -> tuple[float, ...]:
+    factors = tuple(factors)
+    legal = [isinstance(f, numbers.Real) and not isinstance(f, bool) and 0 < f <= 2 for f in factors]
+    if not factors or not all(legal):
+        raise TensorError(f"scale_factors = {factors!r}: legal is at least one number above 0 and up to 2")
+    return tuple(float(f) for f in factors)
+
+
+def _check_finite(w: torch.Tensor, group: int, name: str) -> None:
+    bad = ~torch.isfinite(w)
+    if bad.any():
+        row, column = bad.nonzero()[0].tolist()
+        raise TensorError(
+            f"{name}[{row}, {column}] = {w[row, column].item()} (group [{row}, {column // group}]): "
+            "legal are finite elements"
+        )
+
+
+def _check_range(w: torch.Tensor, group: int, table, factors, marked, name: str) -> None:
+    """Refuse groups that no candidate's scale reaches."""
+    absmax = to_groups(w, group).abs().amax(-1)
+    largest = torch.full(absmax.shape, max(largest_level(a) for a in table))
+    factor = torch.full(absmax.shape, min(factors), dtype=torch.float64)
+    if marked is not None:
+        largest[marked], factor[marked] = 127, 1.0
+    beyond = torch.isinf(fp16(absmax.to(torch.float64) * factor / largest))
+    if beyond.any():
+        row, column = beyond.nonzero()[0].tolist()
+        raise TensorError(
+            f"{name}: group [{row}, {column}] has absmax {absmax[row, column].item():g}; legal is below "
+            f"{65520.0 * int(largest[row, column]) / float(factor[row, column]):g}, or its scale overflows fp16"
+        )
+
+
+def _marked_groups(w: torch.Tensor, group: int, outlier_groups, name: str) -> torch.Tensor | None:
+    """Groups to keep INT8, bool [N, ceil(K/G)]."""
+    if outlier_groups is None:
+        return None
+    groups = to_groups(w, group)
+    if isinstance(outlier_groups, numbers.Real) and not isinstance(outlier_groups, bool):
+        if not outlier_groups > 0:
+            raise TensorError(f"outlier_groups = {outlier_groups!r}: legal is a number above 0")
+        count = torch.full((groups.shape[1],), group, dtype=torch.float64)
+        count[-1] = w.shape[1] - (groups.shape[1] - 1) * group
+        wide = groups.to(torch.float64)
+        mean_square = wide.square().sum(-1) / count
+        return wide.abs().amax(-1) > outlier_groups * mean_square.sqrt()
+    marked = as_tensor(outlier_groups, "outlier_groups", (torch.bool,), 2)
+    check_shape(marked, "outlier_groups", tuple(groups.shape[:2]))
+    return marked
+
+
+def _chunks(outputs: int, inputs: int, group: int):
+    """Cut a matrix into (rows, first group, last group, first input, last input), a short last group by itself.
+
+    Groups at several places along K go together as long as a chunk keeps to `CHUNK` elements; a large matrix is also
+    cut along its outputs.
+    """
+    whole = inputs // group
+    row_step = max(1, min(outputs, CHUNK // group))
+    group_step = max(1, CHUNK // (row_step * group))
+    spans = [(g, min(g + group_step, whole)) for g in range(0, whole, group_step)]
+    spans = [(first, last, first * group, last * group) for first, last in spans]
+    if inputs % group:
+        spans.append((whole, whole + 1, whole * group, inputs))
+    for row in range(0, outputs, row_step):
+        for span in spans:
+            yield slice(row, row + row_step), *span
+
+
+class _Search:
+    """The candidates of a search, and the choice among them for a chunk of groups."""
+
+    def __init__(self, table: tuple[int, ...], factors: tuple[float, ...]):
+        self._candidates = [(a, f) for a in table for f in factors]
+        self._levels = level_table(table).repeat_interleave(len(factors), 0)  # [candidates, 8]
+        self._coefficient = torch.tensor([a for a, _ in self._candidates], dtype=torch.uint8)
+        self._factor = torch.tensor([f for _, f in self._candidates], dtype=torch.float64)
+        self._largest = self._levels[:, -1].to(torch.float64)
+
+    def best(self, x: torch.Tensor, local: LocalObjective, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stored scale f16 [B, n] and coefficient u8 [B, n] of groups x, f32 [B, n, g]."""
+        magnitude = x.abs()
+        absmax = magnitude.amax(-1)
+        view = (-1, 1, 1)
+        scale = fp16(absmax.to(torch.float64) * self._factor.view(view) / self._largest.view(view))  # [C, B, n]
+        if len(self._candidates) == 1:
+            choice = torch.zeros(absmax.shape, dtype=torch.int64)
+        else:
+            errors = self._errors(x, magnitude, scale, local, objective.signed)
+            choice = self._decide(x, absmax, scale, errors, local, objective)
+        return scale.gather(0, choice[None])[0], self._coefficient[choice]
+
+    def _errors(self, x, magnitude, scale, local: LocalObjective, signed: bool) -> torch.Tensor:
+        """Objective of every candidate, f32 [C, B, n]; infinite where the scale overflows."""
+        errors = torch.empty(scale.shape)
+        twice = 2 * magnitude
+        sign = torch.where(x < 0, -1.0, 1.0) if signed else None
+        above, level, work = (torch.empty_like(x) for _ in range(3))
+        for index, levels in enumerate(self._levels.tolist()):
+            s = scale[index].to(torch.float32)
+            middle = torch.tensor([levels[k] + levels[k + 1] for k in range(7)], dtype=torch.float32)
+            thresholds = (s * middle[:, None, None])[..., None]  # exact: 11 by 11 bits
+            level.fill_(levels[0])
+            for k in range(7):
+                torch.gt(twice, thresholds[k], out=above)
+                level.add_(above, alpha=levels[k + 1] - levels[k])
+            level.mul_(s[..., None])  # exact; 0 where the scale is 0
+            error = torch.sub(magnitude, level, out=level)
+            if signed:
+                error.mul_(sign)
+            errors[index] = local.measure(error, work)
+        return errors.masked_fill_(torch.isinf(scale), torch.inf)
+
+    def _decide(self, x, absmax, scale, errors, local: LocalObjective, objective: Objective) -> torch.Tensor:
+        """Index of the least error, i64 [B, n]; the earliest on a tie."""
+        best, choice = errors.min(0)
+        contenders = errors <= best * (1 + self._tolerance(x.shape[-1], objective)) + 1e-35
+        # groups of zeros tie exactly, and the first candidate has it
+        position, row = ((contenders.sum(0) > 1) & (absmax > 0)).nonzero(as_tuple=True)
+        choice.masked_fill_(absmax == 0, 0)
+        for part in torch.arange(len(row)).split(1024):
+            choice[position[part], row[part]] = self._decide_wide(
+                x, scale, contenders, local, position[part], row[part]
+            )
+        return choice
+
+    @staticmethod
+    def _tolerance(length: int, objective: Objective) -> float:
+        """Relative difference below which float32 does not tell two objectives apart.
+
+        Of the weight error this is a bound: an element's error is the rounded difference of exact numbers, its square
+        is rounded, and so are at most *length* additions of positive terms, and the root and its square, 2^-24 each
+        time, in both objectives. Of a calibrated objective it is a generous habit.
+        """
+        return 2 * (length + 16) * 2.0**-24 if objective.is_weight_error else CALIBRATED_TOLERANCE
+
+    def _decide_wide(self, x, scale, contenders, local: LocalObjective, position, row) -> torch.Tensor:
+        """The choice among contenders in float64, of single groups (position, row): i64 [m]."""
+        elements = x[position, row]
+        errors = torch.full((len(self._candidates), len(row)), torch.inf, dtype=torch.float64)
+        for index, a in enumerate(self._coefficient):
+            s = scale[index, position, row]
+            usable = contenders[index, position, row]
+            if not usable.any():
+                continue
+            coefficient = a.expand(s.shape)
+            level = unchecked_decode(unchecked_encode(elements, s, coefficient), coefficient[:, None])
+            error = elements.to(torch.float64) - s.to(torch.float64)[:, None] * level
+            errors[index] = local.measure_rows(error, position).masked_fill(~usable, torch.inf)
+        return errors.argmin(0)
