@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 2
 DEMO_OUT ?= out/demo
 
-.PHONY: help env demo test test-long lint docs bench clean
+.PHONY: help env demo test test-long lint docs reference bench clean
 
 help:
 	@echo "make demo       real weights through the generated RTL, compared and summarised (under 5 minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-long  the slower tests"
 	@echo "make lint       ruff: rules and format"
 	@echo "make docs       documentation in docs/_build/html"
+	@echo "make reference  bring docs/configuration.md up to date with the code"
 	@echo "make bench      speed and size figures"
 	@echo "make clean      remove what the other targets made, the environment included"
 
@@ -28,6 +29,9 @@ lint: env
 docs: env
 	@$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "documentation: docs/_build/html/index.html"
+
+reference: env
+	@$(PYTHON) -m kvant.reference docs/configuration.md
 
 test: lint docs
 	@$(PYTHON) -m pytest -n $(WORKERS)

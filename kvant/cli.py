@@ -17,6 +17,7 @@ from kvant.hw.parameters import ParameterError
 
 BAD_INPUT = 2
 FAILED_COMPARISON = 1
+"""A result that is not what it has to be: a differing value, a broken handshake, a missed constraint."""
 INTERNAL_ERROR = 70
 """A defect of kvant itself (EX_SOFTWARE of sysexits.h), so that scripts do not take it for bad input."""
 INTERRUPTED = 130
@@ -94,9 +95,16 @@ def _is_help(error: Exception) -> bool:
 
 def exit_code(error: Exception) -> int:
     """The exit code that *error* stands for."""
-    if isinstance(error, ComparisonError):
+    from kvant.fpga import errors as flow  # only read where something went wrong
+    from kvant.golden.models.errors import ModelError
+    from kvant.sim import errors as simulation
+
+    failed = (ComparisonError, simulation.SimulationError, flow.ConstraintError)
+    bad = (InputError, ParameterError, TensorError, ModelError, flow.TargetError, OSError)
+    missing = (simulation.ToolError, flow.ToolError)
+    if isinstance(error, failed):
         return FAILED_COMPARISON
-    if isinstance(error, InputError | ParameterError | TensorError | OSError) or hasattr(error, "format_message"):
+    if isinstance(error, bad + missing) or hasattr(error, "format_message"):
         return BAD_INPUT
     return INTERNAL_ERROR
 
@@ -123,7 +131,7 @@ def _quiet_exit_on_closed_pipe() -> NoReturn:
 def main() -> NoReturn:
     """Entry point of the program ``kvant``: exit code 0, 1 (comparison failed), 2 (bad input) or 130 (Ctrl-C)."""
     try:
-        code = build_app()(standalone_mode=False)
+        code = build_app()(standalone_mode=False, prog_name="kvant")
         sys.stdout.flush()
     except BrokenPipeError:
         _quiet_exit_on_closed_pipe()
