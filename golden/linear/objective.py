@@ -9,6 +9,7 @@ coefficient"; M-ANT (HPCA 2025), section V.
 import torch
 
 from kvant.golden.errors import TensorError
+from kvant.golden.linear.threads import in_threads
 from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count, to_groups
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,7 +68,7 @@ class Objective:
         else:
             check_shape(moment, "second_moment", (groups, group, group))
             self._kind = "full"
-            self._root = _square_root(moment)
+            self._root = torch.cat(in_threads(_square_root, moment.split(4)))
 
     @property
     def signed(self) -> bool:

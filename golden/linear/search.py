@@ -13,6 +13,7 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.linear.objective import LocalObjective, Objective
+from kvant.golden.linear.threads import in_threads
 from kvant.golden.linear.weights import QuantizedWeights
 from kvant.golden.numeric.codes import (
     DEFAULT_COEFFICIENTS,
@@ -92,7 +93,9 @@ def quantize_weights(
     int8 = torch.zeros(outputs, inputs, dtype=torch.int8) if marked is not None and marked.any() else None
     loss = torch.zeros(scale.shape, dtype=torch.float64)
     search = _Search(table, factors)
-    for rows, first, last, start, stop in _chunks(outputs, inputs, group):
+
+    def quantize_chunk(chunk) -> None:
+        rows, first, last, start, stop = chunk
         length = (stop - start) // (last - first)
         part = (rows, slice(first, last))
         x = w[rows, start:stop].reshape(-1, last - first, length).transpose(0, 1).contiguous()  # [B, n, g]
@@ -112,6 +115,8 @@ def quantize_weights(
         loss[part] = local.measure(error).T
         scale[part], coefficient[part] = s.T, a.T
         codes[rows, start:stop] = code.transpose(0, 1).flatten(1)
+
+    in_threads(quantize_chunk, _chunks(outputs, inputs, group))
     return QuantizedWeights(codes, scale, coefficient, int8, group, float(np.sum(loss.numpy())), name)
 
 
