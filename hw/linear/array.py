@@ -1,0 +1,166 @@
+"""Array of dot products: `cols` output columns that share the activations of a beat."""
+
+from amaranth.hdl import Cat, Module, Signal
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.linear.layouts import Beat, GroupSum, Slot
+from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.linear.pe import ProcessingElement
+from kvant.hw.numeric.codes import decode_coefficient
+
+
+class LinearArray(wiring.Component):
+    """`cols` dot products of `rows` lanes each, and the way out to `units` group accumulators.
+
+    ::
+
+        beat -> register -+-> PE 0 -> hold 0 --> results[0]
+                          +-> PE 1 -> hold 1 -^             (hold registers of a unit shift towards column 0)
+                          +-> ...
+        slot -> metadata -------------^
+
+    When a slot is complete, its sums move into the hold registers, all columns at once, and the columns of a unit leave
+    one per cycle while the next slot already accumulates. There is no flow control: beats may come in every cycle, with
+    gaps (``valid = 0``) anywhere.
+
+    The *first* beats of two slots are at least `unit_cols` cycles apart. A slot of fewer beats (the short last group
+    of a row) may end while the columns of the slot before still leave; its sums then wait in the accumulators, which
+    the next slot touches late enough.
+
+    Parameters
+    ----------
+    p : LinearParameters
+
+    Members
+    -------
+    beat : In(Beat(p))
+        Activations and codes of a cycle.
+    slot : In(Slot(p))
+        What belongs to all beats of a slot; stable from its first to its last beat.
+    results : Out(GroupSum(p)).array(units)
+        Group sums with their metadata. Unit `u` has columns ``u * unit_cols`` onwards, one per cycle in ascending
+        order; where the last unit has fewer, ``valid`` is 0 in the remaining cycles.
+    """
+
+    def __init__(self, p: LinearParameters):
+        self.p = p
+        self._elements = [ProcessingElement(p) for _ in range(p.cols)]
+        super().__init__({"beat": In(Beat(p)), "slot": In(Slot(p)), "results": Out(GroupSum(p)).array(p.units)})
+
+    @property
+    def latency(self) -> int:
+        """Cycles from a slot's last beat to the results of each unit's column 0: a last beat at the inputs in cycle c
+        gives ``results[u].valid`` in cycle ``c + latency``, or `unit_cols` cycles after the slot before where that is
+        later."""
+        return 1 + self._elements[0].latency + 1
+
+    @property
+    def _metadata_offsets(self) -> list[int]:
+        """Cycles after a slot's first beat in which its metadata move one register on.
+
+        A register keeps a slot's metadata until the next slot's arrive, at least `unit_cols` cycles later, so one
+        register bridges that many cycles of the pipeline: one is enough for long slots, slots of one beat need one
+        per stage. The last register changes in the very cycle in which the accumulators do.
+        """
+        depth = self._elements[0].latency
+        return [0, *reversed(range(depth, 0, -self.p.unit_cols))]
+
+    def elaborate(self, platform):
+        m = Module()
+        p = self.p
+        done = self._dot_products(m)
+        slot = self._metadata(m)
+
+        per_column = data.StructLayout(
+            {
+                "valid": 1,
+                "psum1": GroupSum(p)["psum1"].shape,
+                "psum2": GroupSum(p)["psum2"].shape,
+                "coefficient": 8,
+                "w_scale": 16,
+            }
+        )
+        shared = Signal(
+            data.StructLayout({"x_scale": 16, "address": Slot(p)["address"].shape, "first_group": 1, "last_group": 1}),
+            reset_less=True,
+        )
+        last_column = p.unit_cols - 1
+        column = Signal(range(max(2, p.unit_cols)), init=last_column)
+        free = column == last_column
+        waiting = Signal()
+        load = Signal()
+        m.d.comb += load.eq((done | waiting) & free)
+        m.d.sync += waiting.eq((done | waiting) & ~free)
+        with m.If(load):
+            m.d.sync += column.eq(0)
+            m.d.sync += [shared[name].eq(slot[name]) for name, _ in shared.shape()]
+        with m.Elif(~free):
+            m.d.sync += column.eq(column + 1)
+
+        for unit, result in enumerate(self.results):
+            first = unit * p.unit_cols
+            held = [Signal(per_column, name=f"hold_{c}") for c in range(first, min(first + p.unit_cols, p.cols))]
+            for offset, hold in enumerate(held):
+                following = held[offset + 1] if offset + 1 < len(held) else None
+                m.d.sync += hold.eq(following) if following is not None else hold.valid.eq(0)
+                element = self._elements[first + offset]
+                with m.If(load):
+                    m.d.sync += [
+                        hold.valid.eq(1),
+                        hold.psum1.eq(element.psum1),
+                        hold.psum2.eq(element.psum2),
+                        hold.coefficient.eq(slot.coefficient[first + offset]),
+                        hold.w_scale.eq(slot.w_scale[first + offset]),
+                    ]
+            m.d.comb += [result[name].eq(held[0][name]) for name, _ in per_column]
+            m.d.comb += [result[name].eq(shared[name]) for name, _ in shared.shape()]
+            m.d.comb += result.column.eq(column)
+        return m
+
+    def _dot_products(self, m):
+        """Broadcast register and processing elements; returns the `done` that all of them raise together."""
+        p = self.p
+        control = Signal(data.StructLayout({"valid": 1, "first": 1, "last": 1, "high": 1}), name="beat_control")
+        x = Signal.like(self.beat.x, name="beat_x", reset_less=True)
+        m.d.sync += [
+            control.valid.eq(self.beat.valid),
+            control.first.eq(self.beat.first),
+            control.last.eq(self.beat.last),
+            control.high.eq(self.beat.high),
+            x.eq(self.beat.x),
+        ]
+        for column, element in enumerate(self._elements):
+            m.submodules[f"pe_{column}"] = element
+            codes = Signal.like(element.codes, name=f"beat_codes_{column}", reset_less=True)
+            int8 = Signal(name=f"beat_int8_{column}")
+            kind = decode_coefficient(self.slot.coefficient[column], int8_groups=p.int8_groups)
+            m.d.sync += [codes.eq(self.beat.codes[column]), int8.eq(kind.int8)]
+            m.d.comb += [
+                element.valid.eq(control.valid),
+                element.first.eq(control.first),
+                element.last.eq(control.last),
+                element.high.eq(control.high),
+                element.int8.eq(int8),
+                element.x.eq(x),
+                element.codes.eq(codes),
+            ]
+        return self._elements[0].done
+
+    def _metadata(self, m):
+        """Slot metadata, delayed until the accumulators have the slot's sums."""
+        offsets = self._metadata_offsets
+        in_slot = Signal()
+        with m.If(self.beat.valid):
+            m.d.sync += in_slot.eq(~self.beat.last)
+        started = Signal(offsets[-1] + 1)  # bit k: a slot started k cycles ago
+        history = Signal(offsets[-1])
+        m.d.comb += started.eq(Cat(self.beat.valid & ~in_slot, history))
+        m.d.sync += history.eq(started)
+        slot = self.slot
+        for stage, offset in enumerate(offsets):
+            register = Signal(Slot(self.p), name=f"slot_{stage}", reset_less=True)
+            with m.If(started[offset]):
+                m.d.sync += register.eq(slot)
+            slot = register
+        return slot

@@ -1,0 +1,145 @@
+"""Adders as a choice: what sums in the datapath asks an adder strategy, never ``+`` itself."""
+
+from amaranth.hdl import Cat, Const, Module, Signal, Value, signed
+from amaranth.lib import data, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.numeric.kogge_stone import KoggeStone
+from kvant.hw.parameters import ParameterError
+
+
+class Plus:
+    """The synthesis tool's own adder: carry chains on an FPGA."""
+
+    latency = 0
+
+    def add(self, m: Module, name: str, a: Value, b: Value, *, width: int, carry: Value | None = None) -> Value:
+        """Sum of two signed values and a carry.
+
+        Parameters
+        ----------
+        m : Module
+            Where logic that the sum needs is put.
+        name : str
+            Unique in `m`.
+        a, b : signed values
+            Sign-extended to `width` where shorter.
+        width : int
+            Bits of the result, which is ``(a + b + carry) mod 2**width`` as a signed value.
+        carry : 1-bit value or None
+            Added at weight 1.
+        """
+        if carry is None:
+            return (a + b)[:width].as_signed()
+        # One place below bit 0 turns the carry into the chain's own: three-operand sums map to two adders.
+        return (Cat(Const(1, 1), a).as_signed() + Cat(carry, b).as_signed())[1 : width + 1].as_signed()
+
+
+class KoggeStoneAdder:
+    """A `KoggeStone` prefix adder for every sum; same interface as `Plus`."""
+
+    latency = 0
+
+    def add(self, m: Module, name: str, a: Value, b: Value, *, width: int, carry: Value | None = None) -> Value:
+        """Sum of two signed values and a carry, as in `Plus.add`, from a submodule `name`."""
+        adder = KoggeStone(width)
+        m.submodules[name] = adder
+        m.d.comb += [adder.a.eq(a), adder.b.eq(b), adder.carry_in.eq(0 if carry is None else carry)]
+        return adder.sum.as_signed()
+
+
+ADDERS = {"plus": Plus, "kogge_stone": KoggeStoneAdder}
+"""Adder strategies by the name that `LinearParameters.adder` gives them."""
+
+
+def adder_strategy(name: str) -> Plus | KoggeStoneAdder:
+    """The strategy called *name*.
+
+    Raises
+    ------
+    ParameterError
+        If there is none of that name.
+    """
+    if name not in ADDERS:
+        raise ParameterError(f"adder = {name!r}: legal is one of {', '.join(map(repr, ADDERS))}")
+    return ADDERS[name]()
+
+
+class Term(data.StructLayout):
+    """A summand ``value + carry``: two's complement negation is a complement and a carry, and the adder that sums two
+    terms takes one carry at no cost, leaving the other to the next adder.
+
+    Members
+    -------
+    value : signed(width)
+    carry : 1
+    """
+
+    def __init__(self, width: int):
+        super().__init__({"value": signed(width), "carry": 1})
+        self.width = width
+
+
+class AdderTree(wiring.Component):
+    """Balanced, pipelined sum of `count` terms.
+
+    A level adds neighbours, an odd last term passes through. Each of the ``count - 1`` adders takes one of the
+    `count` carries; the last carry leaves with the sum. A level is one bit wider than the one before: nothing wraps.
+
+    Parameters
+    ----------
+    count : int
+        Terms, at least 1.
+    width : int
+        Bits of a term's value.
+    adder : str
+        Adder strategy, a key of `ADDERS`.
+
+    Members
+    -------
+    i : In(Term(width)).array(count)
+    o : Out(Term(width + levels))
+    """
+
+    LEVELS_PER_STAGE = 2
+    """Levels between registers; the last level is registered always."""
+
+    def __init__(self, count: int, width: int, *, adder: str = "plus"):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ParameterError(f"count = {count!r}: legal is an integer from 1")
+        self.count = count
+        self.width = width
+        self.adder = adder_strategy(adder)
+        super().__init__({"i": In(Term(width)).array(count), "o": Out(Term(width + self.levels))})
+
+    @property
+    def levels(self) -> int:
+        """Adders that a term passes."""
+        return (self.count - 1).bit_length()
+
+    @property
+    def latency(self) -> int:
+        """Cycles from terms to sum."""
+        return -(-self.levels // self.LEVELS_PER_STAGE)
+
+    def elaborate(self, platform):
+        m = Module()
+        terms = list(self.i)
+        for level in range(1, self.levels + 1):
+            layout = Term(self.width + level)
+            last_of_stage = level % self.LEVELS_PER_STAGE == 0 or level == self.levels
+            domain = m.d.sync if last_of_stage else m.d.comb
+            sums = []
+            for index in range(0, len(terms), 2):
+                total = Signal(layout, name=f"sum_{level}_{index // 2}", reset_less=True)
+                if index + 1 < len(terms):
+                    a, b = terms[index : index + 2]
+                    name = f"add_{level}_{index // 2}"
+                    value = self.adder.add(m, name, a.value, b.value, carry=a.carry, width=layout.width)
+                    domain += [total.value.eq(value), total.carry.eq(b.carry)]
+                else:
+                    domain += [total.value.eq(terms[index].value), total.carry.eq(terms[index].carry)]
+                sums.append(total)
+            terms = sums
+        m.d.comb += [self.o.value.eq(terms[0].value), self.o.carry.eq(terms[0].carry)]
+        return m
