@@ -11,6 +11,8 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.parameters import ParameterError
+
 FP32_BIAS = 127
 FP32_MANTISSA = 24
 """Significant bits of an fp32 number, the hidden one included."""
@@ -84,30 +86,31 @@ def shift_right_sticky(m: Module, value: Value, amount: Value) -> tuple[Signal, 
     return value, sticky
 
 
+def add_with_carry(a: Value, b: Value, carry: Value) -> Value:
+    """``a + b + carry`` of two equally wide unsigned numbers, one bit wider, as a single addition.
+
+    Synthesis builds a second carry chain for a third operand; here the carry comes from one more low bit.
+    """
+    return (Cat(Const(1, 1), a) + Cat(carry, b))[1:]
+
+
 class Pipeline:
-    """Registers of a data pipeline: they need no reset, a valid bit travels outside.
+    """Registers of a data pipeline: they need no reset, since a valid bit that has one travels beside them.
 
     Parameters
     ----------
     m : Module
         Receives the registers, in its ``sync`` domain.
-    enable : Value
-        The pipeline moves in cycles in which this is high.
     """
 
-    def __init__(self, m: Module, enable: Value | int = 1):
+    def __init__(self, m: Module):
         self.m = m
-        self.enable = Const(1, 1) if isinstance(enable, int) else enable
 
     def register(self, value: Value, name: str, *, cycles: int = 1) -> Signal:
         """*value* as it was *cycles* cycles ago, in registers named *name*."""
         for _ in range(cycles):
             held = Signal.like(value, name=name, reset_less=True)
-            if isinstance(self.enable, Const):
-                self.m.d.sync += held.eq(value)
-            else:
-                with self.m.If(self.enable):
-                    self.m.d.sync += held.eq(value)
+            self.m.d.sync += held.eq(value)
             value = held
         return value
 
@@ -139,7 +142,7 @@ class ScaledProduct(wiring.Component):
 
     Raises
     ------
-    ValueError
+    ParameterError
         When *width* is outside 2 .. 26.
     """
 
@@ -147,7 +150,7 @@ class ScaledProduct(wiring.Component):
 
     def __init__(self, width: int):
         if not 2 <= width <= 26:
-            raise ValueError(f"width = {width!r}: legal is an integer from 2 to 26")
+            raise ParameterError(f"width = {width!r}: legal is an integer from 2 to 26")
         self.width = width
         super().__init__({"r": In(signed(width)), "x_scale": In(16), "w_scale": In(16), "p": Out(32)})
 
@@ -248,7 +251,7 @@ class FloatAdder(wiring.Component):
         aligned = register(Cat(sticky, aligned), "aligned")
 
         # Cycle 2: the sum, one carry bit above. It is not negative.
-        total = Cat(Const(0, 3), large_mantissa) + (aligned ^ subtract.replicate(len(aligned))) + subtract
+        total = add_with_carry(Cat(Const(0, 3), large_mantissa), aligned ^ subtract.replicate(len(aligned)), subtract)
         carry = total[len(aligned)] & ~subtract
         total = register(Cat(total[: len(aligned)], carry), "total")
 
