@@ -1,0 +1,38 @@
+"""Port words of several lanes each: arrays to Python integers and back."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def pack_words(lanes: np.ndarray, width: int) -> list[int]:
+    """Integers of several lanes each, the first lane in the low bits.
+
+    Parameters
+    ----------
+    lanes : integer array [words, n]
+        Negative values become two's complement of *width* bits; bits above *width* are cut.
+    width : int
+        Bits of a lane, 1 to 64.
+    """
+    lanes = np.asarray(lanes)
+    if lanes.ndim != 2:
+        raise ValueError(f"lanes: shape {lanes.shape}, legal is [words, n]")
+    words, n = lanes.shape
+    full = np.ascontiguousarray(lanes.astype("<u8" if lanes.dtype.kind == "u" else "<i8"))
+    bits = np.unpackbits(full.view(np.uint8).reshape(words, n, 8), axis=2, bitorder="little")
+    rows = np.packbits(bits[:, :, :width].reshape(words, n * width), axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in rows]
+
+
+def unpack_words(words: Sequence[int], n: int, width: int, *, signed: bool = False) -> np.ndarray:
+    """The inverse of `pack_words`: an array [words, n] of int64 (*signed*) or uint64."""
+    size = (n * width + 7) // 8
+    buffer = b"".join(word.to_bytes(size, "little") for word in words)
+    bits = np.unpackbits(np.frombuffer(buffer, np.uint8).reshape(len(words), size), axis=1, bitorder="little")
+    bits = bits[:, : n * width].reshape(len(words), n, width)
+    full = np.zeros((len(words), n, 64), np.uint8)
+    full[:, :, :width] = bits
+    if signed:
+        full[:, :, width:] = bits[:, :, -1:]
+    return np.packbits(full, axis=2, bitorder="little").view("<i8" if signed else "<u8").reshape(len(words), n)
