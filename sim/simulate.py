@@ -18,7 +18,7 @@ from typing import Any
 from amaranth.hdl import ClockDomain
 from amaranth.lib import wiring
 
-from kvant.hw.emit import Design, FlatTop, Port, Stream, emit
+from kvant.hw.emit import FlatTop, Port, Stream, emit
 from kvant.sim import toolchain
 from kvant.sim.errors import SimulationError, ToolError
 from kvant.sim.streams import Plan, Reset, Stall, Stimulus, StreamPorts, Trace
@@ -177,8 +177,8 @@ def _check_stall(
             fits = len(pause) > 0 and not all(pause)
         if not fits:
             raise ValueError(
-                f"stall of stream {name} = {pause!r}: legal is a probability from 0 to below 1, a pattern with at least "
-                "one 0, or 'after_valid' for an output"
+                f"stall of stream {name} = {pause!r}: legal is a probability from 0 to below 1, "
+                "a pattern with at least one 0, or 'after_valid' for an output"
             )
     return stalls
 

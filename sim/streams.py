@@ -263,10 +263,8 @@ class Player:
         for sink in self._sinks:
             if sink.ready is None:
                 continue
-            if sink.after_valid:
-                ready = sink.waiting is not None
-            else:
-                ready = sink.pauses is None or not next(sink.pauses)
+            paused = sink.pauses is not None and next(sink.pauses)
+            ready = not paused and (sink.waiting is not None or not sink.after_valid)
             if ready != sink.is_ready:
                 sink.is_ready = ready
                 write(sink.ready, ready)
@@ -305,6 +303,21 @@ class Player:
                 source.next += 1
                 source.cycles.append(cycle)
                 missing -= 1
+        missing -= self._sample_sinks()
+        if missing != self._missing:
+            self._missing = missing
+            self._last_progress = cycle
+        elif missing:
+            if cycle - self._last_progress >= self._plan.timeout_cycles:
+                raise SimulationError(self._timeout())
+        elif cycle - self._last_progress >= self._plan.drain_cycles:
+            self._status = {port: read(port) for port in self._plan.status}
+            return True
+        return False
+
+    def _sample_sinks(self) -> int:
+        """Take what the outputs offer; the number of expected transfers among it."""
+        read, cycle, received = self._read, self._cycle, 0
         for sink in self._sinks:
             if sink.valid is None or read(sink.valid):
                 payload = tuple([read(port) for port in sink.ports])
@@ -319,21 +332,12 @@ class Player:
                             raise SimulationError(
                                 f"stream {sink.name}: more than the {sink.expect} transfers expected {self._when()}"
                             )
-                        missing -= 1
+                        received += 1
                 else:
                     sink.waiting = payload
             elif sink.waiting is not None:
                 raise SimulationError(f"stream {sink.name}: valid dropped while it waited {self._when()}")
-        if missing != self._missing:
-            self._missing = missing
-            self._last_progress = cycle
-        elif missing:
-            if cycle - self._last_progress >= self._plan.timeout_cycles:
-                raise SimulationError(self._timeout())
-        elif cycle - self._last_progress >= self._plan.drain_cycles:
-            self._status = {port: read(port) for port in self._plan.status}
-            return True
-        return False
+        return received
 
     def _when(self) -> str:
         time = self._elapsed * CLOCK_PERIOD_NS + CLOCK_PERIOD_NS // 2
