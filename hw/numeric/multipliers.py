@@ -24,7 +24,7 @@ shifted    Out(Term(shifted_width))                +-(x << i)
 Both products leave as `kvant.hw.numeric.adders.Term` (value and carry), so that a negation costs no adder.
 """
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, ClockSignal, Const, Instance, Module, Mux, Signal, signed
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
@@ -135,7 +135,132 @@ class ShiftAddLane(LaneMultiplier):
         return m
 
 
-LANES = {"lut": ShiftAddLane}
+class PackedMultiplierLane(LaneMultiplier):
+    """Both products from one multiplier of 8 x 18 signed bits, two register stages.
+
+    The code becomes one packed operand ``B = +-(i + 2**(9 + i))``, so that ``x * B`` is the product plus 512 times the
+    shifted product. The low 9 bits are the product's; above them, the shifted product ``X`` has swallowed the rest,
+    ``h = X + f`` with ``f = floor(product / 512)``, -2..1. ``X`` is a multiple of ``2**i``, so the low bits of `h` tell
+    `f`, and three LUTs part the two:
+
+    =========  ======  ===============  =====================================
+    i          f       read from        X as value + carry
+    =========  ======  ===============  =====================================
+    0          0       nothing          h + 0
+    1          -1, 0   h[0]             h + h[0]
+    2..7       -2..1   h[1:0], signed   h with both low bits = h[1], + h[1]
+    =========  ======  ===============  =====================================
+
+    A digit of an INT8 weight packs alike, its top bit at ``2**(9 + 3)``.
+
+    Compared with decoding to the level ``a * i + 2**i`` before the multiplication, no lane knows the coefficient, and
+    the partial sums stay apart.
+    """
+
+    SPLIT = 9
+    """Weight of the shifted product in the packed one, as a power of two."""
+    PACKED_WIDTH = 18
+    """Bits of the packed operand, signed."""
+
+    shifted_width = 16
+    latency = 2
+
+    @classmethod
+    def packed(cls, code: int) -> int:
+        """Packed operand of a code."""
+        i = code % (1 << SIGN)
+        magnitude = i + (1 << (cls.SPLIT + i))
+        return -magnitude if code >> SIGN else magnitude
+
+    def elaborate(self, platform):
+        m = Module()
+        sign = self.code[SIGN]
+        magnitude = self.code[:SIGN]
+
+        operand = Signal(signed(self.PACKED_WIDTH))
+        remainder = Signal(2)  # low bits of `h` that tell the product's upper bits: none, one or two
+        with m.Switch(self.code):
+            for code in range(1 << CODE_BITS):
+                with m.Case(code):
+                    m.d.comb += operand.eq(self.packed(code))
+        m.d.comb += remainder.eq(Mux(magnitude >= 2, 2, magnitude))
+        if self.int8_groups:
+            top = self.SPLIT + DIGIT_SHIFT
+            upper = Cat(sign, (sign & self.high).replicate(self.PACKED_WIDTH - top - 1))
+            with m.If(self.int8):
+                m.d.comb += [operand.eq(Cat(magnitude, Const(0, top - SIGN), upper)), remainder.eq(2)]
+
+        packed = self._multiply(m, platform, operand)
+        for stage in range(self.latency):
+            delayed = Signal(2, name=f"remainder_{stage}", reset_less=True)
+            m.d.sync += delayed.eq(remainder)
+            remainder = delayed
+
+        low, h = packed[: self.SPLIT], packed[self.SPLIT :]
+        negative = Signal()  # f < 0
+        m.d.comb += negative.eq(Mux(remainder[1], h[1], h[0] & remainder[0]))
+        m.d.comb += [
+            self.product.value.eq(Cat(low, h[0] & remainder.any(), negative)),
+            self.product.carry.eq(0),
+            self.shifted.value.eq(Cat(Mux(remainder[1], negative, h[0]), h[1 : self.shifted_width])),
+            self.shifted.carry.eq(negative),
+        ]
+        return m
+
+    def _multiply(self, m, platform, operand):
+        """``x * operand``, `latency` cycles later."""
+        x = Signal(signed(X_BITS), name="x_registered", reset_less=True)
+        packed_code = Signal.like(operand, name="operand_registered", reset_less=True)
+        result = Signal(signed(X_BITS + self.PACKED_WIDTH), name="packed_product", reset_less=True)
+        m.d.sync += [x.eq(self.x), packed_code.eq(operand), result.eq(x * packed_code)]
+        for stage in range(self.latency - 2):
+            delayed = Signal.like(result, name=f"packed_product_{stage}", reset_less=True)
+            m.d.sync += delayed.eq(result)
+            result = delayed
+        return result
+
+
+class Ecp5MultiplierLane(PackedMultiplierLane):
+    """`PackedMultiplierLane` on one MULT18X18D with its input, pipeline and output registers in use.
+
+    Synthesis leaves those registers empty when the multiplier is inferred. Elaborated for another platform or for none,
+    the lane is a behavioural model of the same latency.
+    """
+
+    latency = 3
+
+    def _multiply(self, m, platform, operand):
+        if not is_ecp5(platform):
+            return super()._multiply(m, platform, operand)
+        width = 18
+        a = Signal(signed(width))
+        result = Signal(2 * width)
+        m.d.comb += a.eq(self.x)
+        registers = {f"p_REG_{name}_CLK": "CLK0" for name in ("INPUTA", "INPUTB", "PIPELINE", "OUTPUT")}
+        bits = {f"i_A{k}": a[k] for k in range(width)} | {f"i_B{k}": operand[k] for k in range(width)}
+        m.submodules.multiplier = Instance(
+            "MULT18X18D",
+            **registers,
+            p_GSR="DISABLED",
+            **bits,
+            i_SIGNEDA=Const(1),
+            i_SIGNEDB=Const(1),
+            i_SOURCEA=Const(0),
+            i_SOURCEB=Const(0),
+            i_CLK0=ClockSignal(),
+            i_CE0=Const(1),
+            i_RST0=Const(0),
+            **{f"o_P{k}": result[k] for k in range(2 * width)},
+        )
+        return result[: X_BITS + self.PACKED_WIDTH]
+
+
+def is_ecp5(platform) -> bool:
+    """Whether Amaranth elaborates for a Lattice ECP5, whose devices are called LFE5U..."""
+    return getattr(platform, "device", "").upper().startswith("LFE5U")
+
+
+LANES = {"lut": ShiftAddLane, "dsp": PackedMultiplierLane, "ecp5_dsp": Ecp5MultiplierLane}
 """Lane multipliers by the name that `LinearParameters.multiplier` gives them."""
 
 

@@ -194,9 +194,10 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("multiplier", ["lut", "dsp", "ecp5_dsp"])
 @pytest.mark.parametrize(("rows", "cols", "group"), SHAPES)
-def test_back_to_back_slots_of_mixed_columns_equal_integer_arithmetic(rows, cols, group):
-    p = LinearParameters(rows=rows, cols=cols, group=group)
+def test_back_to_back_slots_of_mixed_columns_equal_integer_arithmetic(rows, cols, group, multiplier):
+    p = LinearParameters(rows=rows, cols=cols, group=group, multiplier=multiplier)
     rng = random.Random(f"{rows} {cols} {group}")
     slots = [random_slot(p, rng, int8=rng.choice([0, 0, 0.4])) for _ in range(12)]
     compare(p, slots, schedule(p, slots, rng))
