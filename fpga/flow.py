@@ -1,0 +1,354 @@
+"""The open flow: RTLIL to netlist (Yosys), to a routed design (nextpnr), to a bitstream; each step cached.
+
+A step is looked up by the hash of everything that determines it: its input text, options, and the tool's version.
+What a step makes appears in the cache whole or not at all.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvant.fpga import report as reports
+from kvant.fpga.devices import Device
+from kvant.fpga.errors import ConstraintError, TargetError, ToolError
+from kvant.fpga.report import Report
+from kvant.fpga.tools import find_tool, run_tool, tool_version
+
+Progress = Callable[[str, float | None], None]
+"""Called with (stage, None) when a stage starts and (stage, seconds) when it is done; 0 seconds: it was cached."""
+
+CACHE_VARIABLE = "KVANT_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: ``$KVANT_CACHE``, or ``kvant`` in the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant"
+    return root / "synth"
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is built.
+
+    Attributes
+    ----------
+    name : str
+        Name in reports and of the files.
+    rtlil : str
+        The design; its top module is called ``top``.
+    constraints : str
+        Pins and clocks, in the language of the family (LPF or PCF).
+    clocks : dict
+        Clock net -> MHz: what every clock must turn out to have been held to.
+    device : Device
+        What it is built for.
+    target : str
+        Board or device, as the user knows it.
+    harness : dict
+        See `Report.harness`.
+    parameters : dict
+        See `Report.parameters`.
+    """
+
+    name: str
+    rtlil: str
+    constraints: str
+    clocks: dict[str, float]
+    device: Device
+    target: str
+    harness: dict = field(default_factory=dict)
+    parameters: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A finished build: its report, and its files by suffix (``.bit`` or ``.bin``, ``.svf``) in the cache."""
+
+    report: Report
+    files: dict[str, Path]
+
+
+class Flow:
+    """Runs the steps for one design.
+
+    Parameters
+    ----------
+    design : Design
+        What is built.
+    advice : dict
+        Resource name (see `report.ROWS`) -> what to turn down when it runs out.
+    dsp : bool
+        Let Yosys put products into multipliers (ECP5 and iCE40 UltraPlus).
+    cache : Path, optional
+        Cache folder.
+    progress : callable, optional
+        See `Progress`.
+    """
+
+    def __init__(
+        self,
+        design: Design,
+        *,
+        advice: dict[str, str] | None = None,
+        dsp: bool = True,
+        cache: Path | None = None,
+        progress: Progress | None = None,
+    ):
+        self.design = design
+        self.advice = advice or {}
+        self.dsp = dsp
+        self.cache = cache or cache_folder()
+        self.progress = progress or (lambda stage, seconds: None)
+
+    @property
+    def _nextpnr(self) -> str:
+        return f"nextpnr-{self.design.device.family}"
+
+    @property
+    def _packer(self) -> str:
+        return {"ecp5": "ecppack", "ice40": "icepack"}[self.design.device.family]
+
+    def check_tools(self):
+        """Find every tool before any work.
+
+        Raises
+        ------
+        ToolError
+            For the first that is missing.
+        """
+        for name in ("yosys", self._nextpnr, self._packer):
+            find_tool(name)
+
+    @contextlib.contextmanager
+    def _step(self, stage: str, kind: str, key: Sequence[str]) -> Iterator[tuple[Path, Path | None]]:
+        """Yield (folder of the finished step, None), or (.., folder to make it in), which then becomes the former."""
+        digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:24]
+        final = self.cache / f"{kind}-{digest}"
+        if final.is_dir():
+            self.progress(stage, 0.0)
+            yield final, None
+            return
+        self.cache.mkdir(parents=True, exist_ok=True)
+        self.progress(stage, None)
+        work = Path(tempfile.mkdtemp(prefix=".work-", dir=self.cache))
+        try:
+            yield final, work
+            # Another run may have finished the same step meanwhile: its result is as good as ours.
+            with contextlib.suppress(OSError):
+                work.rename(final)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def synthesise(self) -> Path:
+        """Netlist of the design: folder with ``top.json``, ``stat.json`` and ``yosys.log``.
+
+        The design goes through Verilog: only there does Yosys honour ``no_rw_check`` on a synchronous read port,
+        without which it adds collision logic to every block RAM.
+
+        Raises
+        ------
+        ToolError
+            If Yosys stops.
+        """
+        design = self.design
+        if design.device.family == "ecp5":
+            synth = "synth_ecp5 -top top"
+            if not self.dsp:
+                synth += " -nodsp"
+        else:
+            model = "u" if design.device.option == "--up5k" else design.device.option[2:4]
+            synth = f"synth_ice40 -device {model} -top top"
+            if self.dsp and model == "u":
+                synth += " -dsp"
+        script = "; ".join(
+            (
+                "read_rtlil top.il",
+                "proc -nomux -norom",
+                "memory_collect",
+                "write_verilog -sv -norename top.sv",
+                "design -reset",
+                "read_verilog -sv top.sv",
+                synth,
+                "write_json top.json",
+                "tee -q -o stat.json stat -json",
+            )
+        )
+        with self._step("synthesis (Yosys)", "netlist", (design.rtlil, script, tool_version("yosys"))) as (final, work):
+            if work is not None:
+                (work / "top.il").write_text(design.rtlil, encoding="utf-8")
+                outcome = run_tool("yosys", ["-Q", "-p", script], work)
+                if outcome.code:
+                    raise ToolError(f"yosys: {_last_error(outcome.log)}")
+                self.progress("synthesis (Yosys)", outcome.seconds)
+        return final
+
+    def place_and_route(self, netlist: Path, seed: int) -> tuple[Path, Report]:
+        """Routed design and its report.
+
+        Raises
+        ------
+        TargetError
+            If the design is too large for the device; the text names resource, use and what to turn down.
+        ConstraintError
+            If a clock was not held to its constraint.
+        ToolError
+            If nextpnr stops for another reason.
+        """
+        design, device = self.design, self.design.device
+        stage = f"place and route (nextpnr, seed {seed})"
+        arguments = [device.option, "--package", device.package, "--json", "top.json", "--seed", str(seed)]
+        arguments += ["--report", "report.json", "--timing-allow-fail"]
+        # Clocks that lack a constraint would be held to 12 MHz: make the default strict, then check each clock.
+        arguments += ["--freq", f"{max(design.clocks.values()):.6f}"]
+        if device.family == "ecp5":
+            arguments += ["--speed", device.speed, "--lpf", "top.lpf", "--lpf-allow-unconstrained"]
+            arguments += ["--textcfg", "top.config"]
+            constraints = "top.lpf"
+        else:
+            arguments += ["--pcf", "top.pcf", "--pcf-allow-unconstrained", "--asc", "top.asc"]
+            constraints = "top.pcf"
+        key = (netlist.name, " ".join(arguments), design.constraints, tool_version(self._nextpnr))
+        with self._step(stage, "route", key) as (final, work):
+            if work is not None:
+                shutil.copyfile(netlist / "top.json", work / "top.json")
+                (work / constraints).write_text(design.constraints, encoding="utf-8")
+                outcome = run_tool(self._nextpnr, arguments, work)
+                if outcome.code:
+                    self._explain(outcome.log)
+                ignored = ignored_constraint(outcome.log)
+                if ignored:
+                    raise ConstraintError(f"{self._nextpnr} ignored a constraint: {ignored}")
+                self._report(netlist, work, seed)  # a run whose report is refused does not enter the cache
+                (work / "top.json").unlink()
+                self.progress(stage, outcome.seconds)
+        return final, self._report(netlist, final, seed)
+
+    def _report(self, netlist: Path, routed: Path, seed: int) -> Report:
+        design = self.design
+        return reports.parse(
+            (routed / "report.json").read_text(encoding="utf-8"),
+            (netlist / "stat.json").read_text(encoding="utf-8"),
+            (netlist / "yosys.log").read_text(encoding="utf-8"),
+            device=design.device,
+            design=design.name,
+            target=design.target,
+            seed=seed,
+            expected=design.clocks,
+            harness=design.harness,
+            parameters=design.parameters,
+        )
+
+    def _explain(self, log: str):
+        """Raise what a failed run of nextpnr means."""
+        for bel, used, available in overfull(log):
+            name = reports.resource_name(self.design.device.family, bel)
+            advice = self.advice.get(name)
+            raise TargetError(
+                f"{self.design.name} does not fit {self.design.device.name}: {name} {used} of {available}"
+                + (f"; turn down {advice}" if advice else "")
+            )
+        raise ToolError(f"{self._nextpnr}: {_last_error(log)}")
+
+    def pack(self, routed: Path) -> dict[str, Path]:
+        """Bitstream files by suffix.
+
+        Raises
+        ------
+        ToolError
+            If the packer stops.
+        """
+        family = self.design.device.family
+        if family == "ecp5":
+            source, arguments = "top.config", ["--compress", "top.config", "top.bit", "--svf", "top.svf"]
+            products = {".bit": "top.bit", ".svf": "top.svf"}
+        else:
+            source, arguments = "top.asc", ["top.asc", "top.bin"]
+            products = {".bin": "top.bin"}
+        key = (routed.name, " ".join(arguments), tool_version(self._packer))
+        with self._step(f"bitstream ({self._packer})", "bitstream", key) as (final, work):
+            if work is not None:
+                shutil.copyfile(routed / source, work / source)
+                outcome = run_tool(self._packer, arguments, work)
+                if outcome.code:
+                    raise ToolError(f"{self._packer}: {_last_error(outcome.log)}")
+                (work / source).unlink()
+                self.progress(f"bitstream ({self._packer})", outcome.seconds)
+        return {suffix: final / name for suffix, name in products.items()}
+
+    def run(self, seeds: Sequence[int] = (1,), *, bitstream: bool = True) -> tuple[Build, list[Report]]:
+        """Build with every seed and keep the best.
+
+        Returns
+        -------
+        best : Build
+            Of the seed with the largest ratio of achieved clock to constraint; the first of equals.
+        all : list of Report
+            One per seed, in the order given.
+        """
+        self.check_tools()
+        netlist = self.synthesise()
+        results = [self.place_and_route(netlist, seed) for seed in seeds]
+        routed, best = max(results, key=lambda result: result[1].slack_ratio)
+        files = self.pack(routed) if bitstream else {}
+        return Build(best, files), [result for _, result in results]
+
+
+_UTILISATION = re.compile(r"^Info:\s+(\w+):\s*(\d+)/\s*(\d+)\s+\d+%", re.MULTILINE)
+_NO_BEL = re.compile(r"no Bels remaining of type '?(\w+)'?")
+
+
+def overfull(log: str) -> list[tuple[str, int, int]]:
+    """(bel, used, available) of each resource that ran out, from a log of nextpnr."""
+    table = {bel: (int(used), int(available)) for bel, used, available in _UTILISATION.findall(log)}
+    full = [(bel, used, available) for bel, (used, available) in table.items() if used > available]
+    if not full:
+        # Placement may also run out of a kind that the table shows as just full.
+        full = [(bel, *table[bel]) for bel in _NO_BEL.findall(log) if bel in table]
+    return full
+
+
+_IGNORED = re.compile(r"^(?:Warning|ERROR): (.*(?:ignor|does not exist|no (?:such )?net|unmatched).*)$", re.MULTILINE)
+
+
+def ignored_constraint(log: str) -> str | None:
+    """First warning of nextpnr about a constraint it did not apply."""
+    match = _IGNORED.search(log)
+    return match.group(1) if match else None
+
+
+def _last_error(log: str) -> str:
+    """The line of a log that says why a tool stopped."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["stopped without a message"])[-1].removeprefix("ERROR: ")
+
+
+def write_products(build: Build, folder: Path, stem: str) -> list[Path]:
+    """Copy bitstream and report to *folder* as ``STEM.bit`` (``.bin``, ``.svf``) and ``STEM.json``, each atomically.
+
+    Returns
+    -------
+    list of Path
+        What was written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    text = json.dumps(build.report.as_dict(), indent=2) + "\n"
+    contents = {suffix: path.read_bytes() for suffix, path in build.files.items()} | {".json": text.encode()}
+    for suffix, content in contents.items():
+        final = folder / (stem + suffix)
+        handle, temporary = tempfile.mkstemp(prefix=f".{final.name}-", dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(final)
+        written.append(final)
+    return written
