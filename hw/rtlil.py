@@ -231,8 +231,11 @@ def _split_ports(module: _Module) -> dict[str, list[_Part]]:
     return covers
 
 
-def _drop_unread(module: _Module) -> None:
-    """Drop wires that only repeat another one, such as the fields of a structure; lint would call them unused."""
+def _drop_unread(module: _Module, *, fields_only: bool = False) -> None:
+    """Drop wires that only repeat another one and are not read: lint would call them unused.
+
+    Most are the fields of a structure (*fields_only*: no others), which never are outputs in another instance.
+    """
     reads: dict[str, int] = {}
     aliases: dict[str, int] = {}
     for number, line in enumerate(module.body):
@@ -244,6 +247,8 @@ def _drop_unread(module: _Module) -> None:
             for name in names:
                 reads[name] = reads.get(name, 0) + 1
     dropped: set[int] = set()
+    if fields_only:
+        aliases = {name: number for name, number in aliases.items() if "." in name or "[" in name}
     waiting = [name for name in aliases if not reads.get(name)]
     while waiting:
         name = waiting.pop()
@@ -272,43 +277,37 @@ def _plain(name: str) -> str:
     return f"u{name}" if name[0].isdigit() else name
 
 
-def _sorted_ports(module: _Module) -> list[_Wire]:
-    """The ports by name, those without a name of their own in the order in which the body uses them."""
+def _new_names(module: _Module) -> dict[str, str]:
+    """Conventional names of all public wires, memories and cells; the same whether or not an output is used outside."""
     uses: dict[str, int] = {}
     for line in module.body:
         for name in _NAME.findall(line.spec):
             uses.setdefault(name, len(uses))
 
-    def order(port: _Wire) -> tuple[bool, str, int]:
-        automatic = port.name.startswith(_AUTOMATIC)
-        return automatic, "" if automatic else port.name, uses.get(port.name, -1)
+    def order(wire: _Wire) -> tuple[bool, bool, str, int]:
+        automatic = wire.name.startswith(_AUTOMATIC)
+        return automatic, wire.direction != "input", "" if automatic else wire.name, uses.get(wire.name, -1)
 
-    return sorted(module.ports(), key=order)
-
-
-def _new_names(module: _Module) -> dict[str, str]:
-    """Conventional names of all public wires, memories and cells."""
     names, taken = {}, set()
-    wires = [*_sorted_ports(module), *(wire for wire in module.wires.values() if not wire.direction)]
-    for name in [wire.name for wire in wires] + [line.spec for line in module.body if line.kind in ("cell", "memory")]:
+    wires = [wire.name for wire in sorted(module.wires.values(), key=order)]
+    for name in wires + [line.spec for line in module.body if line.kind in ("cell", "memory")]:
         if name.startswith("\\"):
             names[name] = "\\" + _unique(_plain(name), taken)
     return names
 
 
-def _render(module: _Module, names: dict[str, str], port_order: list[str]) -> str:
-    """The text of a module behind its first line."""
+def _render(module: _Module, names: dict[str, str], ports: list[str]) -> str:
+    """The text of a module behind its first line, with *ports* (new names) in this order."""
 
     def renamed(spec: str) -> str:
         return _NAME.sub(lambda match: names.get(match[0], match[0]), spec)
 
     lines = []
-    numbers = {name: number for number, name in enumerate(port_order, 1)}
-    ports = sorted(module.ports(), key=lambda port: numbers[port.name])
-    for wire in [*ports, *(wire for wire in module.wires.values() if not wire.direction)]:
-        direction = f" {wire.direction} {numbers[wire.name]}" if wire.direction else ""
-        signed = " signed" if wire.signed else ""
-        lines += [*wire.attributes, f"wire width {wire.width}{direction}{signed} {names.get(wire.name, wire.name)}"]
+    numbers = {name: number for number, name in enumerate(ports, 1)}
+    wires = [(names.get(wire.name, wire.name), wire) for wire in module.wires.values()]
+    for name, wire in sorted(wires, key=lambda item: (numbers.get(item[0], len(numbers) + 1), item[0])):
+        direction = f" {wire.direction} {numbers[name]}" if name in numbers else ""
+        lines += [*wire.attributes, f"wire width {wire.width}{direction}{' signed' if wire.signed else ''} {name}"]
     pins: list[str] = []
     for line in module.body:
         if line.kind == "pin":  # in alphabetical order: Amaranth's follows the nets of the design
@@ -329,8 +328,73 @@ def _render(module: _Module, names: dict[str, str], port_order: list[str]) -> st
     return "\n".join([*lines, "end", ""])
 
 
+@dataclass
+class _Kind:
+    """Modules that are one: its new name, one of them, its new names, and the ports that any of them has."""
+
+    name: str
+    module: _Module
+    names: dict[str, str]
+    inputs: list[str]
+    outputs: set[str]
+
+    @property
+    def ports(self) -> list[str]:
+        return [*self.inputs, *sorted(self.outputs)]
+
+
+def _connect_children(
+    module: _Module,
+    kinds: dict[str, _Kind],
+    covers: dict[str, dict[str, list[_Part]]],
+    names: dict[str, dict[str, str]],
+) -> None:
+    """Adapt cells to the new names of their modules and ports."""
+    body, child = [], None
+    for line in module.body:
+        if line.kind == "cell":
+            child = line.head if line.head in kinds else None
+            body.append(_Line("cell", line.head if child is None else kinds[child].name, line.spec))
+        elif line.kind == "pin" and child is not None:
+            cover = covers[child].get(line.head)
+            if cover is None:
+                body.append(_Line("pin", names[child][line.head], line.spec))
+            else:
+                parts = _parts(line.spec, module.wires)
+                body += [
+                    _Line("pin", names[child][part.name], _spec(_slice(parts, part.low, part.width))) for part in cover
+                ]
+        else:
+            body.append(line)
+    module.body = body
+
+
+def _complete_pins(kind: _Kind, kinds: dict[str, _Kind]) -> None:
+    """Connect the outputs that this instance leaves open, but another instance of the same module uses."""
+    body, cell, pins = [], None, set()
+    for line in kind.module.body:
+        if line.kind == "cell":
+            cell, pins = line, set()
+        elif line.kind == "pin":
+            pins.add(line.head)
+        elif cell is not None and line.spec == "end":
+            child = kinds.get(cell.head)
+            for port in sorted(child.outputs - pins) if child is not None else ():
+                wire = next(wire for name, wire in child.module.wires.items() if child.names.get(name) == port)
+                taken = set(kind.names.values())
+                open_end = _unique(f"{cell.spec}_{port[1:]}", taken)
+                kind.names[open_end] = open_end
+                kind.module.wires[open_end] = _Wire(open_end, wire.width, False, None, [])
+                body.append(_Line("pin", port, _spec([_Part(open_end, 0, wire.width)])))
+            cell = None
+        body.append(line)
+    kind.module.body = body
+
+
 def merge_modules(text: str, top: str, ports: list[str]) -> str:
     """Keep one module of each kind, with conventional names, all of them starting with the name of the top.
+
+    Modules are one if they differ only in which of their signals are used outside.
 
     Parameters
     ----------
@@ -348,32 +412,11 @@ def merge_modules(text: str, top: str, ports: list[str]) -> str:
         RTLIL of an equivalent design, the top first. Equal input gives equal output.
     """
     modules = {module.name: module for module in _parse(text)}
-    kinds: dict[str, str] = {}  # of a module of *text*, the one kept
-    renames: dict[str, dict[str, str]] = {}
+    kinds: dict[str, _Kind] = {}  # by the name in *text*
+    names: dict[str, dict[str, str]] = {}
     covers: dict[str, dict[str, list[_Part]]] = {}
-    texts: dict[str, str] = {}
-    by_text: dict[str, str] = {}
+    by_content: dict[str, _Kind] = {}
     taken = {top}
-
-    def connect(module: _Module) -> None:
-        """Adapt the connections of all children to their new ports."""
-        body, child = [], None
-        for line in module.body:
-            if line.kind == "cell":
-                child = line.head if line.head in kinds else None
-                body.append(_Line("cell", kinds.get(line.head, line.head), line.spec))
-            elif line.kind == "pin" and child is not None:
-                cover = covers[child].get(line.head)
-                if cover is None:
-                    body.append(_Line("pin", renames[child][line.head], line.spec))
-                else:
-                    parts = _parts(line.spec, module.wires)
-                    for part in cover:
-                        piece = _spec(_slice(parts, part.low, part.width))
-                        body.append(_Line("pin", renames[child][part.name], piece))
-            else:
-                body.append(line)
-        module.body = body
 
     def visit(module: _Module) -> None:
         for line in module.body:
@@ -381,21 +424,29 @@ def merge_modules(text: str, top: str, ports: list[str]) -> str:
                 visit(modules[line.head])
         is_top = module.name == f"\\{top}"
         covers[module.name] = {} if is_top else _split_ports(module)
-        connect(module)
-        _drop_unread(module)
-        names = renames[module.name] = _new_names(module)
-        order = [f"\\{port}" for port in ports] if is_top else [wire.name for wire in _sorted_ports(module)]
-        rendered = _render(module, names, order)
-        if is_top:
-            kinds[module.name] = module.name
-        elif rendered in by_text:
-            kinds[module.name] = by_text[rendered]
-            return
-        else:
-            leaf = re.sub(r"_\d+$", "", _plain(module.name.rsplit(".", 1)[1]))
-            kinds[module.name] = by_text[rendered] = "\\" + _unique(f"{top}_{leaf}", taken)
-        texts[kinds[module.name]] = rendered
+        _connect_children(module, kinds, covers, names)
+        _drop_unread(module, fields_only=True)
+        own = names[module.name] = _new_names(module)
+        inputs = sorted(own[port.name] for port in module.ports() if port.direction == "input")
+        outputs = {own[port.name] for port in module.ports() if port.direction == "output"}
+        content = _render(module, own, inputs)
+        if content not in by_content:
+            leaf = re.sub(r"_\d+$", "", _plain(module.name.rsplit(".", 1)[-1]))
+            name = module.name if is_top else "\\" + _unique(f"{top}_{leaf}", taken)
+            by_content[content] = _Kind(name, module, own, inputs, outputs)
+        kind = kinds[module.name] = by_content[content]
+        kind.outputs |= outputs
 
     visit(modules[f"\\{top}"])
+    by_name = {kind.name: kind for kind in by_content.values()}
+    texts = {}
+    for kind in by_name.values():
+        for wire in kind.module.wires.values():
+            if kind.names.get(wire.name) in kind.outputs:
+                wire.direction = "output"
+        _complete_pins(kind, by_name)
+        _drop_unread(kind.module)
+        is_top = kind.name == f"\\{top}"
+        texts[kind.name] = _render(kind.module, kind.names, [f"\\{port}" for port in ports] if is_top else kind.ports)
     texts = {f"\\{top}": texts.pop(f"\\{top}")} | texts
     return "\n".join(f"module {name}\n{rendered}" for name, rendered in texts.items())
