@@ -62,9 +62,7 @@ def main() -> None:
         for w, x in layer(index).values():
             moment = moments[arguments.objective](x)
             wall_start, cpu_start = time.perf_counter(), time.process_time()
-            weights = quantize_weights(
-                w, arguments.group, second_moment=moment, scale_factors=arguments.scales
-            )
+            weights = quantize_weights(w, arguments.group, second_moment=moment, scale_factors=arguments.scales)
             wall += time.perf_counter() - wall_start
             cpu += time.process_time() - cpu_start
             elements += w.numel()

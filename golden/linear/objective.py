@@ -38,6 +38,21 @@ def diagonal_moment(x) -> torch.Tensor:
     return as_tensor(x, "x", _FLOATS, 2).to(torch.float64).square().sum(0)
 
 
+def cut_moment(moment, group: int, smaller: int, inputs: int):
+    """The moment for groups of *smaller* elements from one for groups of *group*: the blocks on its diagonal.
+
+    A diagonal moment, None and the same group size need no change. *smaller* has to divide *group*.
+    """
+    if moment is None or smaller == group or moment.ndim == 1:
+        return moment
+    if group % smaller:
+        raise TensorError(f"second_moment: groups of {group}; legal is a multiple of {smaller}")
+    moment = as_tensor(moment, "second_moment", _FLOATS, 3)
+    parts = group // smaller
+    blocks = moment.unflatten(2, (parts, smaller)).unflatten(1, (parts, smaller))  # [groups, parts, g, parts, g]
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).flatten(0, 1)[: group_count(inputs, smaller)]
+
+
 class Objective:
     """A squared error of groups, measured in float32 (to search) or float64 (to decide).
 

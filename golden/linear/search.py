@@ -31,6 +31,9 @@ from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, gr
 CHUNK = 1 << 16
 """Elements worked on at a time: a few float32 buffers of them stay in the cache of a core."""
 
+DECIDED = 256
+"""Groups decided in float64 at a time (each brings a copy of its second moment's root)."""
+
 CALIBRATED_TOLERANCE = 2e-4
 """Relative difference of calibrated objectives below which float64 decides."""
 
@@ -116,7 +119,7 @@ def quantize_weights(
         scale[part], coefficient[part] = s.T, a.T
         codes[rows, start:stop] = code.transpose(0, 1).flatten(1)
 
-    in_threads(quantize_chunk, _chunks(outputs, inputs, group))
+    in_threads(quantize_chunk, chunks(outputs, inputs, group))
     return QuantizedWeights(codes, scale, coefficient, int8, group, float(np.sum(loss.numpy())), name)
 
 
@@ -172,7 +175,7 @@ def _marked_groups(w: torch.Tensor, group: int, outlier_groups, name: str) -> to
     return marked
 
 
-def _chunks(outputs: int, inputs: int, group: int):
+def chunks(outputs: int, inputs: int, group: int):
     """Cut a matrix into (rows, first group, last group, first input, last input), a short last group by itself.
 
     Groups at several places along K go together as long as a chunk keeps to `CHUNK` elements; a large matrix is also
@@ -195,10 +198,12 @@ class _Search:
 
     def __init__(self, table: tuple[int, ...], factors: tuple[float, ...]):
         self._candidates = [(a, f) for a in table for f in factors]
-        self._levels = level_table(table).repeat_interleave(len(factors), 0)  # [candidates, 8]
+        levels = level_table(table).repeat_interleave(len(factors), 0)  # [candidates, 8]
+        self._largest = levels[:, -1].to(torch.float64)
+        self._neighbours = (levels[:, :-1] + levels[:, 1:]).to(torch.float32)
+        self._steps = torch.cat((levels[:, :1], levels.diff(dim=1)), dim=1).tolist()  # a level is a sum of steps
         self._coefficient = torch.tensor([a for a, _ in self._candidates], dtype=torch.uint8)
         self._factor = torch.tensor([f for _, f in self._candidates], dtype=torch.float64)
-        self._largest = self._levels[:, -1].to(torch.float64)
 
     def best(self, x: torch.Tensor, local: LocalObjective, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored scale f16 [B, n] and coefficient u8 [B, n] of groups x, f32 [B, n, g]."""
@@ -219,15 +224,15 @@ class _Search:
         twice = 2 * magnitude
         sign = torch.where(x < 0, -1.0, 1.0) if signed else None
         above, level, work = (torch.empty_like(x) for _ in range(3))
-        for index, levels in enumerate(self._levels.tolist()):
-            s = scale[index].to(torch.float32)
-            middle = torch.tensor([levels[k] + levels[k + 1] for k in range(7)], dtype=torch.float32)
-            thresholds = (s * middle[:, None, None])[..., None]  # exact: 11 by 11 bits
+        s = scale.to(torch.float32)
+        thresholds = (s[:, None] * self._neighbours[:, :, None, None])[..., None]  # exact: 11 by 11 bits
+        s = s[..., None]
+        for index, levels in enumerate(self._steps):
             level.fill_(levels[0])
             for k in range(7):
-                torch.gt(twice, thresholds[k], out=above)
-                level.add_(above, alpha=levels[k + 1] - levels[k])
-            level.mul_(s[..., None])  # exact; 0 where the scale is 0
+                torch.gt(twice, thresholds[index, k], out=above)
+                level.add_(above, alpha=levels[k + 1])
+            level.mul_(s[index])  # exact; 0 where the scale is 0
             error = torch.sub(magnitude, level, out=level)
             if signed:
                 error.mul_(sign)
@@ -239,12 +244,11 @@ class _Search:
         best, choice = errors.min(0)
         contenders = errors <= best * (1 + self._tolerance(x.shape[-1], objective)) + 1e-35
         # groups of zeros tie exactly, and the first candidate has it
-        position, row = ((contenders.sum(0) > 1) & (absmax > 0)).nonzero(as_tuple=True)
         choice.masked_fill_(absmax == 0, 0)
-        for part in torch.arange(len(row)).split(1024):
-            choice[position[part], row[part]] = self._decide_wide(
-                x, scale, contenders, local, position[part], row[part]
-            )
+        position, row = ((contenders.sum(0) > 1) & (absmax > 0)).nonzero(as_tuple=True)
+        for part in torch.arange(len(row)).split(DECIDED):
+            p, r = position[part], row[part]
+            choice[p, r] = self._decide_wide(x[p, r], scale[:, p, r], contenders[:, p, r], p, local)
         return choice
 
     @staticmethod
@@ -257,17 +261,12 @@ class _Search:
         """
         return 2 * (length + 16) * 2.0**-24 if objective.is_weight_error else CALIBRATED_TOLERANCE
 
-    def _decide_wide(self, x, scale, contenders, local: LocalObjective, position, row) -> torch.Tensor:
-        """The choice among contenders in float64, of single groups (position, row): i64 [m]."""
-        elements = x[position, row]
-        errors = torch.full((len(self._candidates), len(row)), torch.inf, dtype=torch.float64)
-        for index, a in enumerate(self._coefficient):
-            s = scale[index, position, row]
-            usable = contenders[index, position, row]
-            if not usable.any():
-                continue
-            coefficient = a.expand(s.shape)
-            level = unchecked_decode(unchecked_encode(elements, s, coefficient), coefficient[:, None])
-            error = elements.to(torch.float64) - s.to(torch.float64)[:, None] * level
-            errors[index] = local.measure_rows(error, position).masked_fill(~usable, torch.inf)
+    def _decide_wide(self, x, scale, contenders, position, local: LocalObjective) -> torch.Tensor:
+        """The choice among contenders in float64, i64 [m], of groups x [m, g] at places *position* [m] along K."""
+        errors = torch.full(contenders.shape, torch.inf, dtype=torch.float64)
+        index, which = contenders.nonzero(as_tuple=True)
+        x, s, coefficient = x[which], scale[index, which], self._coefficient[index]
+        level = unchecked_decode(unchecked_encode(x, s, coefficient), coefficient[:, None])
+        error = x.to(torch.float64) - s.to(torch.float64)[:, None] * level
+        errors[index, which] = local.measure_rows(error, position[which])
         return errors.argmin(0)

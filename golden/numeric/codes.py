@@ -199,12 +199,12 @@ def encode_int8(q, largest, coefficient) -> torch.Tensor:
 
 def _count_thresholds(x: torch.Tensor, unit: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
     """``#{k : x > unit * (L_k + L_(k+1))}`` as u8 [..., n]; unit and coefficient are per group."""
-    code = torch.zeros(x.shape, dtype=torch.uint8)
+    count, above = torch.zeros_like(x), torch.empty_like(x)  # of x's type: torch vectorises only such comparisons
     a = coefficient.to(torch.int32)
     for k in range(7):
         neighbours = torch.where(a == LINEAR, 2 * k + 1, a * (2 * k + 1) + 3 * (1 << k))  # L_k + L_(k+1)
-        code += x > (unit * neighbours)[..., None]
-    return code
+        count += torch.gt(x, (unit * neighbours)[..., None], out=above)
+    return count.to(torch.uint8)
 
 
 def _finish_codes(
