@@ -45,7 +45,6 @@ class LinearArray(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self._elements = [ProcessingElement(p) for _ in range(p.cols)]
         super().__init__({"beat": In(Beat(p)), "slot": In(Slot(p)), "results": Out(GroupSum(p)).array(p.units)})
 
     @property
@@ -53,7 +52,7 @@ class LinearArray(wiring.Component):
         """Cycles from a slot's last beat to the results of each unit's column 0: a last beat at the inputs in cycle c
         gives ``results[u].valid`` in cycle ``c + latency``, or `unit_cols` cycles after the slot before where that is
         later."""
-        return 1 + self._elements[0].latency + 1
+        return 1 + ProcessingElement.latency_of(self.p) + 1
 
     @property
     def _metadata_offsets(self) -> list[int]:
@@ -63,13 +62,14 @@ class LinearArray(wiring.Component):
         register bridges that many cycles of the pipeline: one is enough for long slots, slots of one beat need one
         per stage. The last register changes in the very cycle in which the accumulators do.
         """
-        depth = self._elements[0].latency
+        depth = ProcessingElement.latency_of(self.p)
         return [0, *reversed(range(depth, 0, -self.p.unit_cols))]
 
     def elaborate(self, platform):
         m = Module()
         p = self.p
-        done = self._dot_products(m)
+        elements = self._dot_products(m)
+        done = elements[0].done  # all of them raise it together
         slot = self._metadata(m)
 
         per_column = data.StructLayout(
@@ -104,7 +104,7 @@ class LinearArray(wiring.Component):
             for offset, hold in enumerate(held):
                 following = held[offset + 1] if offset + 1 < len(held) else None
                 m.d.sync += hold.eq(following) if following is not None else hold.valid.eq(0)
-                element = self._elements[first + offset]
+                element = elements[first + offset]
                 with m.If(load):
                     m.d.sync += [
                         hold.valid.eq(1),
@@ -119,7 +119,7 @@ class LinearArray(wiring.Component):
         return m
 
     def _dot_products(self, m):
-        """Broadcast register and processing elements; returns the `done` that all of them raise together."""
+        """Broadcast register and processing elements; returns the latter."""
         p = self.p
         control = Signal(data.StructLayout({"valid": 1, "first": 1, "last": 1, "high": 1}), name="beat_control")
         x = Signal.like(self.beat.x, name="beat_x", reset_less=True)
@@ -130,7 +130,8 @@ class LinearArray(wiring.Component):
             control.high.eq(self.beat.high),
             x.eq(self.beat.x),
         ]
-        for column, element in enumerate(self._elements):
+        elements = [ProcessingElement(p) for _ in range(p.cols)]
+        for column, element in enumerate(elements):
             m.submodules[f"pe_{column}"] = element
             codes = Signal.like(element.codes, name=f"beat_codes_{column}", reset_less=True)
             int8 = Signal(name=f"beat_int8_{column}")
@@ -145,7 +146,7 @@ class LinearArray(wiring.Component):
                 element.x.eq(x),
                 element.codes.eq(codes),
             ]
-        return self._elements[0].done
+        return elements
 
     def _metadata(self, m):
         """Slot metadata, delayed until the accumulators have the slot's sums."""

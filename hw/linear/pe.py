@@ -58,10 +58,6 @@ class ProcessingElement(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self._lanes = [lane_multiplier(p.multiplier, int8_groups=p.int8_groups, adder=p.adder) for _ in range(p.rows)]
-        lane = self._lanes[0]
-        self._tree1 = AdderTree(p.rows, lane.product_width, adder=p.adder)
-        self._tree2 = AdderTree(p.rows, lane.shifted_width, adder=p.adder)
         super().__init__(
             {
                 "valid": In(1),
@@ -77,26 +73,34 @@ class ProcessingElement(wiring.Component):
             }
         )
 
+    @staticmethod
+    def latency_of(p: LinearParameters) -> int:
+        """Cycles from the last beat at the inputs to `done`: products, sums, accumulators."""
+        return lane_multiplier(p.multiplier).latency + AdderTree.latency_of(p.rows) + 1
+
     @property
     def latency(self) -> int:
-        """Cycles from the last beat at the inputs to `done`: products, sums, accumulators."""
-        return self._lanes[0].latency + self._tree1.latency + 1
+        """As `latency_of`."""
+        return self.latency_of(self.p)
 
     def elaborate(self, platform):
         m = Module()
         p = self.p
-        m.submodules.tree1 = self._tree1
-        m.submodules.tree2 = self._tree2
-        for row, lane in enumerate(self._lanes):
-            m.submodules[f"lane_{row}"] = lane
+        lane_class = lane_multiplier(p.multiplier)
+        m.submodules.tree1 = tree1 = AdderTree(p.rows, lane_class.product_width, adder=p.adder)
+        m.submodules.tree2 = tree2 = AdderTree(p.rows, lane_class.shifted_width, adder=p.adder)
+        for row in range(p.rows):
+            m.submodules[f"lane_{row}"] = lane = lane_class(int8_groups=p.int8_groups, adder=p.adder)
             m.d.comb += [
                 lane.x.eq(self.x[row]),
                 lane.code.eq(self.codes[row]),
                 lane.int8.eq(self.int8),
                 lane.high.eq(self.high),
+                tree1.i[row].value.eq(lane.product.value),
+                tree1.i[row].carry.eq(lane.product.carry),
+                tree2.i[row].value.eq(lane.shifted.value),
+                tree2.i[row].carry.eq(lane.shifted.carry),
             ]
-            for tree, term in ((self._tree1, lane.product), (self._tree2, lane.shifted)):
-                m.d.comb += [tree.i[row].value.eq(term.value), tree.i[row].carry.eq(term.carry)]
 
         step = data.StructLayout({"enable": 1, "clear": 1, "promote": 1, "last": 1})
         control = Signal(step)
@@ -116,7 +120,7 @@ class ProcessingElement(wiring.Component):
             control = delayed
 
         adder = adder_strategy(p.adder)
-        for name, psum, tree in (("accumulate1", self.psum1, self._tree1), ("accumulate2", self.psum2, self._tree2)):
+        for name, psum, tree in (("accumulate1", self.psum1, tree1), ("accumulate2", self.psum2, tree2)):
             width = len(psum)
             kept = Signal(signed(width), name=f"{name}_kept")
             m.d.comb += kept.eq(Mux(control.clear, 0, psum))

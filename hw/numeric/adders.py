@@ -102,7 +102,8 @@ class AdderTree(wiring.Component):
     """
 
     LEVELS_PER_STAGE = 2
-    """Levels between registers; the last level is registered always."""
+    """Levels between registers. The last level is always registered; where they do not divide, the first stage is the
+    shorter one: products come late in a cycle."""
 
     def __init__(self, count: int, width: int, *, adder: str = "plus"):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -110,24 +111,30 @@ class AdderTree(wiring.Component):
         self.count = count
         self.width = width
         self.adder = adder_strategy(adder)
+        self.levels = self.levels_of(count)
         super().__init__({"i": In(Term(width)).array(count), "o": Out(Term(width + self.levels))})
 
-    @property
-    def levels(self) -> int:
-        """Adders that a term passes."""
-        return (self.count - 1).bit_length()
+    @staticmethod
+    def levels_of(count: int) -> int:
+        """Adders that each of *count* terms passes."""
+        return (count - 1).bit_length()
+
+    @classmethod
+    def latency_of(cls, count: int) -> int:
+        """Cycles from *count* terms to their sum."""
+        return -(-cls.levels_of(count) // cls.LEVELS_PER_STAGE)
 
     @property
     def latency(self) -> int:
         """Cycles from terms to sum."""
-        return -(-self.levels // self.LEVELS_PER_STAGE)
+        return self.latency_of(self.count)
 
     def elaborate(self, platform):
         m = Module()
         terms = list(self.i)
         for level in range(1, self.levels + 1):
             layout = Term(self.width + level)
-            last_of_stage = level % self.LEVELS_PER_STAGE == 0 or level == self.levels
+            last_of_stage = (self.levels - level) % self.LEVELS_PER_STAGE == 0
             domain = m.d.sync if last_of_stage else m.d.comb
             sums = []
             for index in range(0, len(terms), 2):

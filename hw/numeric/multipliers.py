@@ -264,8 +264,8 @@ LANES = {"lut": ShiftAddLane, "dsp": PackedMultiplierLane, "ecp5_dsp": Ecp5Multi
 """Lane multipliers by the name that `LinearParameters.multiplier` gives them."""
 
 
-def lane_multiplier(name: str, *, int8_groups: bool = True, adder: str = "plus") -> LaneMultiplier:
-    """A new lane of the strategy called *name*.
+def lane_multiplier(name: str) -> type[LaneMultiplier]:
+    """The lane of the strategy called *name*.
 
     Raises
     ------
@@ -274,4 +274,4 @@ def lane_multiplier(name: str, *, int8_groups: bool = True, adder: str = "plus")
     """
     if name not in LANES:
         raise ParameterError(f"multiplier = {name!r}: legal is one of {', '.join(map(repr, LANES))}")
-    return LANES[name](int8_groups=int8_groups, adder=adder)
+    return LANES[name]
