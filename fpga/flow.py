@@ -150,15 +150,13 @@ class Flow:
     def synthesise(self) -> Path:
         """Netlist of the design: folder with ``top.json``, ``stat.json`` and ``yosys.log``.
 
-        The design goes through Verilog: only there does Yosys honour ``no_rw_check`` on a synchronous read port,
-        without which it adds collision logic to every block RAM.
-
         Raises
         ------
         ToolError
             If Yosys stops.
         """
         design = self.design
+        rtlil = without_collision_logic(design.rtlil)
         if design.device.family == "ecp5":
             synth = "synth_ecp5 -top top"
             if not self.dsp:
@@ -171,19 +169,14 @@ class Flow:
         script = "; ".join(
             (
                 "read_rtlil top.il",
-                "proc -nomux -norom",
-                "memory_collect",
-                "write_verilog -sv -norename top.sv",
-                "design -reset",
-                "read_verilog -sv top.sv",
                 synth,
                 "write_json top.json",
                 "tee -q -o stat.json stat -json",
             )
         )
-        with self._step("synthesis (Yosys)", "netlist", (design.rtlil, script, tool_version("yosys"))) as (final, work):
+        with self._step("synthesis (Yosys)", "netlist", (rtlil, script, tool_version("yosys"))) as (final, work):
             if work is not None:
-                (work / "top.il").write_text(design.rtlil, encoding="utf-8")
+                (work / "top.il").write_text(rtlil, encoding="utf-8")
                 outcome = run_tool("yosys", ["-Q", "-p", script], work)
                 if outcome.code:
                     raise ToolError(f"yosys: {_last_error(outcome.log)}")
@@ -299,6 +292,38 @@ class Flow:
         routed, best = max(results, key=lambda result: result[1].slack_ratio)
         files = self.pack(routed) if bitstream else {}
         return Build(best, files), [result for _, result in results]
+
+
+_MODULE = re.compile(r"^module .*?^end$", re.MULTILINE | re.DOTALL)
+_EXEMPT = re.compile(r"^  attribute \\no_rw_check 1\n(?:  attribute .*\n)*  memory .*\\(\S+)$", re.MULTILINE)
+_READ_PORT = re.compile(r"^  cell \$memrd_v2 .*?^  end$", re.MULTILINE | re.DOTALL)
+
+
+def without_collision_logic(rtlil: str) -> str:
+    """Mark the read ports of every memory with the attribute ``no_rw_check``: what they read is free on a collision.
+
+    Yosys honours the attribute only on read ports that it infers from Verilog, not on those that are synchronous
+    from the start, and would surround each block RAM with logic that returns the old word on a collision. (Verilog
+    is no way round: a memory's initial words become one assignment each, which takes minutes to read back.)
+    """
+
+    def in_module(module: re.Match) -> str:
+        exempt = set(_EXEMPT.findall(module[0]))
+
+        def in_port(port: re.Match) -> str:
+            memory = re.search(r'parameter \\MEMID "\\\\(.*)"', port[0])[1]
+            if memory not in exempt:
+                return port[0]
+            return re.sub(
+                r"(parameter \\COLLISION_X_MASK \d+')(0+)$",
+                lambda mask: mask[1] + "1" * len(mask[2]),
+                port[0],
+                flags=re.MULTILINE,
+            )
+
+        return _READ_PORT.sub(in_port, module[0])
+
+    return _MODULE.sub(in_module, rtlil)
 
 
 _UTILISATION = re.compile(r"^Info:\s+(\w+):\s*(\d+)/\s*(\d+)\s+\d+%", re.MULTILINE)
