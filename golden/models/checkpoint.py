@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from kvant.golden.models import config as model_config
 from kvant.golden.models import fetch, int4_formats
 from kvant.golden.models.errors import ModelError
@@ -200,8 +201,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # the hub raises its own, the HTTP library's and the system's errors
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"{name}: not found here and not downloaded from the hub ({reason[:200]})") from None
+        reason = (str(error).splitlines() or [""])[0][:120] or type(error).__name__
+        raise ModelError(f"{name}: not found here and not downloaded from the hub ({reason})") from None
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+
 from kvant.golden.models.errors import ModelError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2")

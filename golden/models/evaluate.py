@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from kvant.golden.models.errors import ModelError
 from kvant.golden.models.llama import Llama
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from kvant.golden.models.errors import ModelError
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -119,7 +120,7 @@ def find(shapes: dict[str, tuple[int, ...]], quantization: dict) -> dict[str, Qu
             matrix = QuantisedMatrix(base, "awq", 4, (outputs, rows), parts, 0)
         else:
             raise ModelError(
-                f"{name}: shape {shape} with scales {scales} and qzeros {zeros} is neither GPTQ (2, 4 or 8 bits) nor AWQ"
+                f"{name}: shape {shape} with scales {scales} and qzeros {zeros} is neither GPTQ (2, 4, 8 bits) nor AWQ"
             )
         found[f"{base}.weight"] = matrix
     return found

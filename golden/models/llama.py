@@ -1,14 +1,16 @@
 """Forward of a Llama-like model in plain torch, float32: the reference that quantised models are compared with.
 
-Works layer by layer from a `Checkpoint`, so that calibration of a large model holds one layer at a time.
+Weights are read from a `Checkpoint` at their first use and kept. Layers can be run one by one, so that calibration of
+a large model holds one layer at a time.
 """
 
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.nn import functional
+
 from kvant.golden.models.checkpoint import Checkpoint
 from kvant.golden.models.errors import ModelError
-from torch.nn import functional
 
 Observer = Callable[[str, torch.Tensor], None]
 """Called during a forward with a name and a tensor: for every linear weight its name and its input [B, T, K], and for
@@ -35,8 +37,6 @@ class Llama:
         Where weights come from.
     replacements : mapping, optional
         Float32 weights that take the place of the checkpoint's, by name: dequantised ones, to measure their loss.
-    keep : bool
-        Keep weights in memory after their first use. False reads them at every use, for models that do not fit.
 
     Raises
     ------
@@ -44,14 +44,11 @@ class Llama:
         When the checkpoint does not describe a model that this forward knows.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, replacements: Mapping[str, torch.Tensor] | None = None, keep: bool = True
-    ):
+    def __init__(self, checkpoint: Checkpoint, replacements: Mapping[str, torch.Tensor] | None = None):
         self.config = checkpoint.config
         self.checkpoint = checkpoint
         self._replacements = dict(replacements or {})
         self._kept: dict[str, torch.Tensor] = {}
-        self._keep = keep
         for name, value in self._replacements.items():
             if name not in checkpoint.tensors or tuple(value.shape) != checkpoint.tensors[name].shape:
                 raise ModelError(f"{name}: shape {tuple(value.shape)} replaces no tensor of {checkpoint.path.name}")
@@ -62,10 +59,7 @@ class Llama:
         if name in self._replacements:
             return self._replacements[name]
         if name not in self._kept:
-            value = self.checkpoint.weight(name)
-            if not self._keep:
-                return value
-            self._kept[name] = value
+            self._kept[name] = self.checkpoint.weight(name)
         return self._kept[name]
 
     def _linear(self, name: str, x: torch.Tensor, observe: Observer | None) -> torch.Tensor:

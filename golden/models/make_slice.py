@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from kvant.golden.models import slice as model_slice
 from kvant.golden.models.checkpoint import open_model
 from kvant.golden.models.llama import Llama

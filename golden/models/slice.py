@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
 from kvant.golden.models.errors import ModelError
 
 PATH = Path(__file__).parent / "data" / "smollm2_slice.npz"

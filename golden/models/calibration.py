@@ -1,0 +1,163 @@
+"""Second moments of every linear layer's input, from text run through the unquantised model.
+
+They turn a weight error ``e`` into the output error it causes, ``e^T (X^T X) e``. A group sees its own part, the G x G
+block ``X_g^T X_g``; the diagonal alone is the cheaper, coarser objective.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvant.golden.linear.objective import diagonal_moment, second_moment
+from kvant.golden.models.checkpoint import Checkpoint
+from kvant.golden.models.errors import ModelError
+from kvant.golden.models.evaluate import split_windows
+from kvant.golden.models.llama import Llama
+from kvant.golden.models.tokenizer import encode, load_tokenizer
+from kvant.golden.numeric.tensors import to_groups
+
+WINDOW = 512
+"""Tokens of a calibration window."""
+
+TOKENS = 16384
+"""Tokens of calibration text used, unless said otherwise: more text changes the choice of coefficients little."""
+
+_BATCH = 4  # windows that go through a layer at once
+
+Progress = Callable[[int, int], None]
+"""Called with layers done and layers in all."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Second moments by weight.
+
+    Parameters
+    ----------
+    moments : dict of str to tensor
+        f32 by name of the weight: [ceil(K/G), G, G] (``X_g^T X_g / tokens``, the last group padded with zeros), or
+        [K] (its diagonal).
+    tokens : int
+        Tokens they were taken over.
+    """
+
+    moments: dict[str, torch.Tensor]
+    tokens: int
+
+
+def calibration_windows(
+    checkpoint: Checkpoint, text: str, tokens: int = TOKENS, window: int = WINDOW
+) -> list[torch.Tensor]:
+    """The first *tokens* tokens of a text, cut into windows; shorter texts give what they have.
+
+    Raises
+    ------
+    ModelError
+        A text of fewer than two tokens, a window outside the model's context, no tokenizer.
+    """
+    if not 2 <= window <= checkpoint.config.context:
+        raise ModelError(f"window = {window}: legal is 2 to {checkpoint.config.context}, the model's context")
+    return split_windows(encode(load_tokenizer(checkpoint), text)[:tokens], window)
+
+
+def digest(windows: Sequence[torch.Tensor]) -> str:
+    """SHA-256 of the tokens of windows and of where they are cut: names a calibration."""
+    state = hashlib.sha256()
+    for window in windows:
+        state.update(len(window).to_bytes(8, "little"))
+        state.update(window.to(torch.int32).numpy().tobytes())
+    return state.hexdigest()
+
+
+@torch.no_grad()
+def calibrate(
+    checkpoint: Checkpoint,
+    windows: Sequence[torch.Tensor],
+    group: int,
+    *,
+    diagonal: bool = False,
+    names: Iterable[str] | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Collect second moments, layer by layer, so that one layer's weights are in memory at a time.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Unquantised model.
+    windows : sequence of tensor
+        1-D token numbers.
+    group : int
+        Elements of a group, G.
+    diagonal : bool
+        Keep the diagonals only.
+    names : iterable of str, optional
+        Weights wanted; default all linear weights of the decoder layers.
+    progress : callable, optional
+        See `Progress`.
+
+    Raises
+    ------
+    ModelError
+        No text, a model that the forward does not know, or an activation that is not finite, with its layer.
+    """
+    if not windows:
+        raise ModelError("calibration text: no tokens")
+    embedding = Llama(checkpoint)
+    wanted = None if names is None else set(names)
+    sums: dict[str, torch.Tensor] = {}
+    batches = _equal_lengths(windows)
+    hidden = [embedding.embed(batch) for batch in batches]
+    del embedding
+    latest: list = [None, None]  # input and its moment: q, k, v and gate, up share their input
+
+    def observe(name: str, value: torch.Tensor) -> None:
+        if not name.endswith(".weight") or (wanted is not None and name not in wanted):
+            return
+        if value is not latest[0]:
+            x = value.flatten(0, -2)
+            latest[:] = value, diagonal_moment(x) if diagonal else second_moment(x, group)
+        sums[name] = sums[name] + latest[1] if name in sums else latest[1]
+
+    for number in range(checkpoint.config.layers):
+        model = Llama(checkpoint)  # keeps the weights of this layer for its batches, then lets them go
+        for index, state in enumerate(hidden):
+            hidden[index] = model.layer(number, state, observe)
+            if not bool(hidden[index].isfinite().all()):
+                raise ModelError(f"layer {number}: activations of the calibration text are not finite")
+        latest[:] = None, None
+        if progress is not None:
+            progress(number + 1, checkpoint.config.layers)
+    tokens = sum(len(window) for window in windows)
+    return Calibration({name: (total / tokens).float() for name, total in sums.items()}, tokens)
+
+
+def _equal_lengths(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Windows stacked into batches of one length, in order."""
+    batches: list[list[torch.Tensor]] = []
+    for window in windows:
+        if batches and len(batches[-1]) < _BATCH and len(batches[-1][0]) == len(window):
+            batches[-1].append(window)
+        else:
+            batches.append([window])
+    return [torch.stack([torch.as_tensor(window) for window in batch]) for batch in batches]
+
+
+def output_energy(w: torch.Tensor, moment: torch.Tensor, group: int) -> float:
+    """Output energy that a weight, or a weight error, [N, K] causes group by group: the sum of ``w_g^T M_g w_g``.
+
+    Parameters
+    ----------
+    w : tensor
+        f32 [N, K].
+    moment : tensor
+        f32 [ceil(K/G), G, G] or [K], as in `Calibration`.
+    group : int
+        G.
+    """
+    if moment.ndim == 1:
+        return float((w.square().sum(0, dtype=torch.float64) * moment.double()).sum())
+    groups = to_groups(w, group).transpose(0, 1)
+    return float(((groups @ moment) * groups).sum(dtype=torch.float64))

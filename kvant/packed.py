@@ -1,0 +1,273 @@
+"""File format of quantised weights: one safetensors file, checked when it is read.
+
+For every weight NAME of N outputs and K inputs in groups of G along K:
+
+================== =============== ==================================================================================
+tensor             type            contents
+================== =============== ==================================================================================
+NAME.codes         u8 [N, K/2]     two codes a byte, the earlier element in the low nibble; K/2 rounds up
+NAME.scale         f16 [N, K/G]    scale of each group; K/G rounds up
+NAME.coefficient   u8 [N, K/G]     coefficient byte of each group: 0..127, 254 (INT8 group), 255 (linear)
+NAME.int8          i8 [groups, G]  only if there are INT8 groups: their elements, in the order of NAME.coefficient
+================== =============== ==================================================================================
+
+The metadata entry ``kvant`` is a JSON object: ``format`` and ``version`` of this layout, ``configuration``, ``source``
+(file name and SHA-256 of the model's weights), ``tensors`` (shape, group, loss and the SHA-256 of each stored tensor),
+and ``sha256`` over all of this. Same weights, same bytes.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvant.errors import InputError
+from kvant.golden.errors import TensorError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvant.golden.linear.weights import QuantizedWeights
+
+FORMAT = "kvant-mant-weights"
+VERSION = 1
+"""Raised when a reader of the former version would misread a file."""
+
+_KEY = "kvant"
+_PARTS = {"codes": "U8", "scale": "F16", "coefficient": "U8", "int8": "I8"}
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Contents of a file.
+
+    Parameters
+    ----------
+    tensors : dict of str to QuantizedWeights
+        By name of the weight.
+    configuration : dict
+        How they were made.
+    source : dict
+        ``name`` and ``sha256`` of the model they were made from.
+    """
+
+    tensors: dict[str, "QuantizedWeights"]
+    configuration: dict
+    source: dict
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of codes, scales, coefficients and INT8 side planes, as stored."""
+        return total_bytes(self.tensors.values())
+
+    def dequantized(self) -> dict[str, "torch.Tensor"]:
+        """Float32 values by name, as `kvant.golden.models.llama.Llama` takes them in place of the model's."""
+        return {name: weights.dequantize() for name, weights in self.tensors.items()}
+
+    def check_source(self, model) -> None:
+        """Refuse to be used with another model than the one the weights were made from.
+
+        Raises
+        ------
+        InputError
+            A weight that *model*, a `Checkpoint`, does not have in this shape, or other contents of its files.
+        """
+        for name, weights in self.tensors.items():
+            shape = model.tensors[name].shape if name in model.tensors else "absent"
+            if shape != weights.shape:
+                raise InputError(f"{name}: packed as {list(weights.shape)}, in {model.path.name} it is {shape}")
+        if (digest := model.sha256()) != self.source["sha256"]:
+            raise InputError(
+                f"{model.path.name}: SHA-256 {digest[:16]}... is not that of the model the weights were made from, "
+                f"{self.source['name']} {self.source['sha256'][:16]}..."
+            )
+
+
+def _planes(weights: "QuantizedWeights") -> dict[str, "torch.Tensor"]:
+    """The stored tensors of one weight."""
+    from kvant.golden.numeric.codes import INT8
+    from kvant.golden.numeric.packing import pack_nibbles
+    from kvant.golden.numeric.tensors import to_groups
+
+    planes = {"codes": pack_nibbles(weights.codes), "scale": weights.scale, "coefficient": weights.coefficient}
+    marked = weights.coefficient == INT8
+    if bool(marked.any()):
+        planes["int8"] = to_groups(weights.int8, weights.group)[marked]
+    return {part: plane.contiguous() for part, plane in planes.items()}
+
+
+def total_bytes(tensors: Iterable["QuantizedWeights"]) -> dict[str, int]:
+    """Bytes of codes, scales, coefficients and INT8 side planes of weights: what a file holds beside its header."""
+    total = dict.fromkeys(_PARTS, 0)
+    for weights in tensors:
+        for part, plane in _planes(weights).items():
+            total[part] += plane.nbytes
+    return total
+
+
+def save(path: Path, tensors: Mapping[str, "QuantizedWeights"], configuration: dict, source: dict) -> None:
+    """Write a file whole: it is built beside *path* and renamed.
+
+    Parameters
+    ----------
+    path : Path
+        File to write or replace.
+    tensors : mapping of str to QuantizedWeights
+        Weights by name.
+    configuration, source : dict
+        What JSON can hold; see `PackedModel`.
+    """
+    from safetensors.torch import save_file
+
+    planes, described = {}, {}
+    for name, weights in tensors.items():
+        digests = {}
+        for part, plane in _planes(weights).items():
+            planes[f"{name}.{part}"] = plane
+            digests[part] = _digest(plane)
+        described[name] = {
+            "shape": list(weights.shape),
+            "group": weights.group,
+            "loss": weights.loss,
+            "sha256": digests,
+        }
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "configuration": configuration,
+        "source": source,
+        "tensors": described,
+    }
+    # One metadata entry, because safetensors writes several in an order that changes from run to run.
+    metadata = {_KEY: _canonical(header | {"sha256": _header_digest(header)})}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(planes, temporary, metadata)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path) -> PackedModel:
+    """Read a file and check every byte of it.
+
+    Raises
+    ------
+    InputError
+        In one line: missing, truncated, not of this format or version, damaged, without a part of a tensor, or with
+        parts that do not fit each other.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = _header(path, file.metadata())
+            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - no mapping
+            planes = {name: file.get_tensor(name) for name in kinds}
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path}: truncated or not a safetensors file ({reason})") from None
+    tensors = {}
+    for name, entry in header["tensors"].items():
+        parts = {}
+        for part, digest in entry["sha256"].items():
+            full = f"{name}.{part}"
+            if full not in planes:
+                raise InputError(f"{path}: {full} is missing; without it {name} has no value")
+            if part not in _PARTS or kinds[full] != _PARTS[part]:
+                raise InputError(f"{path}: {full} has type {kinds[full]}; legal is {_PARTS.get(part, 'no such part')}")
+            parts[part] = planes.pop(full)
+            if _digest(parts[part]) != digest:
+                raise InputError(f"{path}: {full} is damaged, its contents do not match their SHA-256")
+        for part in ("codes", "scale", "coefficient"):
+            if part not in parts:
+                raise InputError(f"{path}: {name}.{part} is missing; without it {name} has no value")
+        try:
+            tensors[name] = _unpack(name, entry, parts)
+        except TensorError as error:
+            raise InputError(f"{path}: {error}") from None
+    if planes:
+        raise InputError(f"{path}: {min(planes)} belongs to no weight of the file")
+    return PackedModel(tensors, header["configuration"], header["source"])
+
+
+def _header(path: Path, metadata: dict[str, str] | None) -> dict:
+    """The checked description of the file."""
+    try:
+        header = json.loads((metadata or {})[_KEY])
+        format_, version = header["format"], header["version"]
+    except (KeyError, ValueError, TypeError):
+        raise InputError(f"{path}: not a file of quantised weights; `kvant quantize` writes them") from None
+    if format_ != FORMAT:
+        raise InputError(f"{path}: format {format_!r}; legal is {FORMAT!r}")
+    if version != VERSION:
+        raise InputError(f"{path}: format version {version}; this program reads version {VERSION}")
+    digest = header.pop("sha256", None)
+    if digest != _header_digest(header):
+        raise InputError(f"{path}: description is damaged, it does not match its SHA-256")
+    return header
+
+
+def _unpack(name: str, entry: dict, parts: dict[str, "torch.Tensor"]) -> "QuantizedWeights":
+    import torch
+
+    from kvant.golden.linear.weights import QuantizedWeights
+    from kvant.golden.numeric.codes import INT8
+    from kvant.golden.numeric.packing import unpack_nibbles
+    from kvant.golden.numeric.tensors import check_shape, from_groups, group_count
+
+    (outputs, inputs), group = entry["shape"], entry["group"]
+    check_shape(parts["codes"], f"{name}.codes", (outputs, group_count(inputs, 2)))
+    check_shape(parts["coefficient"], f"{name}.coefficient", (outputs, group_count(inputs, group)))
+    marked = parts["coefficient"] == INT8
+    int8 = None
+    if bool(marked.any()):
+        if "int8" not in parts:
+            raise TensorError(f"{name}.int8 is missing; its {int(marked.sum())} INT8 groups have no value")
+        check_shape(parts["int8"], f"{name}.int8", (int(marked.sum()), group))
+        int8 = torch.zeros(*marked.shape, group, dtype=torch.int8)
+        int8[marked] = parts["int8"]
+        int8 = from_groups(int8, inputs)
+    elif "int8" in parts:
+        raise TensorError(f"{name}.int8: present, but no coefficient is {INT8}")
+    return QuantizedWeights(
+        codes=unpack_nibbles(parts["codes"], inputs),
+        scale=parts["scale"],
+        coefficient=parts["coefficient"],
+        int8=int8,
+        group=group,
+        loss=entry["loss"],
+        name=name,
+    )
+
+
+def _canonical(value: dict) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _header_digest(header: dict) -> str:
+    return hashlib.sha256(_canonical(header).encode()).hexdigest()
+
+
+def _digest(plane: "torch.Tensor") -> str:
+    """SHA-256 of type, shape and bytes of a tensor."""
+    state = hashlib.sha256(f"{plane.dtype} {list(plane.shape)}".encode())
+    state.update(plane.contiguous().numpy().tobytes())
+    return state.hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
