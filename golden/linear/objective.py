@@ -83,7 +83,12 @@ class Objective:
         else:
             check_shape(moment, "second_moment", (groups, group, group))
             self._kind = "full"
-            self._root = torch.cat(in_threads(_square_root, moment.split(4)))
+            self._root = torch.zeros_like(moment)
+            whole = inputs // group
+            if whole:
+                self._root[:whole] = torch.cat(in_threads(_square_root, moment[:whole].split(4)))
+            if short := inputs % group:
+                self._root[-1:, :short, :short] = _square_root(moment[-1:, :short, :short])
 
     @property
     def signed(self) -> bool:
@@ -99,8 +104,9 @@ class Objective:
         """The objective of groups start..stop-1 along K, their first *length* elements."""
         if self._root is None:
             return LocalObjective(None, full=False)
-        root = self._root[start:stop, :length]
-        return LocalObjective(root if self.signed else root[:, None, :], full=self.signed)
+        if self.signed:
+            return LocalObjective(self._root[start:stop, :length, :length], full=True)
+        return LocalObjective(self._root[start:stop, None, :length], full=False)
 
 
 class LocalObjective:
