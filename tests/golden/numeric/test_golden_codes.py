@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from exact_fp16 import nearest_fp16
 
 from kvant.golden.errors import TensorError
 from kvant.golden.numeric.codes import (
@@ -171,7 +170,7 @@ def test_stored_scale_lands_on_subnormals_exactly():
         assert fp16_to_bits(grid_scale(absmax, 5)).tolist() == [pattern]
 
 
-def test_requantized_scale_is_the_exact_quotient_rounded_once():
+def test_requantized_scale_is_the_exact_quotient_rounded_once(nearest_fp16):
     for pattern in (1, 0x3FF, 0x400, 0x1234, 0x3C00, 0x7BFF):
         s8 = fp16_from_bits(torch.tensor(pattern))
         for m in (0, 1, 64, 127, 255):

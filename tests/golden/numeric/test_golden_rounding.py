@@ -4,7 +4,6 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from exact_fp16 import nearest_fp16
 
 from kvant.golden.numeric.rounding import FP16_MAX, fp16, fp16_from_bits, fp16_to_bits, fp32, rne
 
@@ -54,7 +53,7 @@ def test_fp16_range_ends():
     ]  # fmt: skip
 
 
-def test_quotients_of_scales_round_as_exact_fractions_do():
+def test_quotients_of_scales_round_as_exact_fractions_do(nearest_fp16):
     """float64 divides before `fp16` rounds: that must not create or destroy a tie."""
     random = np.random.default_rng(2)
     tie_points = [Fraction(2 * m + 1, 2) * Fraction(2) ** -10 for m in range(1024, 2048, 37)]
