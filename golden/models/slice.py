@@ -3,6 +3,7 @@
 Made by `kvant.golden.models.make_slice`; origin and licence are in ``data/README.md``.
 """
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def load(path: Path = PATH) -> ModelSlice:
     try:
         with np.load(path) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ModelError(
             f"{path}: not readable ({error}); `python -m kvant.golden.models.make_slice` makes it"
         ) from None
