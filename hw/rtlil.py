@@ -160,6 +160,30 @@ def _rewrite(spec: str, replace: Callable[[re.Match], list[_Part] | None]) -> st
     return "".join([*out, spec[at:]])
 
 
+def _drop_empty(module: _Module) -> None:
+    """Drop wires without bits, and what drives them: Verilog has no such thing."""
+    empty = {wire.name for wire in module.wires.values() if not wire.width}
+    if not empty:
+        return
+    body: list[_Line] = []
+    start = None  # where the cell that is being read begins
+    drop = False
+    for line in module.body:
+        if line.kind == "cell":
+            start, drop = len(body), False
+        if line.kind == "pin" and line.spec in empty:
+            drop = True
+        elif line.kind in ("connect", "other") and empty.intersection(_NAME.findall(line.spec)):
+            continue
+        body.append(line)
+        if start is not None and line.spec == "end":
+            if drop:
+                del body[start:]
+            start = None
+    module.body = body
+    module.wires = {name: wire for name, wire in module.wires.items() if wire.width}
+
+
 def _split_ports(module: _Module) -> dict[str, list[_Part]]:
     """Split the ports that Amaranth joined from neighbouring nets back into the signals of the module.
 
@@ -423,6 +447,7 @@ def merge_modules(text: str, top: str, ports: list[str]) -> str:
             if line.kind == "cell" and line.head in modules and line.head not in kinds:
                 visit(modules[line.head])
         is_top = module.name == f"\\{top}"
+        _drop_empty(module)
         covers[module.name] = {} if is_top else _split_ports(module)
         _connect_children(module, kinds, covers, names)
         _drop_unread(module, fields_only=True)
