@@ -1,6 +1,6 @@
 """Array of dot products: `cols` output columns that share the activations of a beat."""
 
-from amaranth.hdl import Cat, Module, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -8,6 +8,9 @@ from kvant.hw.linear.layouts import Beat, GroupSum, Slot
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.linear.pe import ProcessingElement
 from kvant.hw.numeric.codes import decode_coefficient
+
+COMMON_METADATA = ("x_scale", "address", "first_group", "last_group")
+"""Members of a slot that are the same for all its columns."""
 
 
 class LinearArray(wiring.Component):
@@ -69,24 +72,11 @@ class LinearArray(wiring.Component):
         m = Module()
         p = self.p
         elements = self._dot_products(m)
-        done = elements[0].done  # all of them raise it together
         slot = self._metadata(m)
 
-        per_column = data.StructLayout(
-            {
-                "valid": 1,
-                "psum1": GroupSum(p)["psum1"].shape,
-                "psum2": GroupSum(p)["psum2"].shape,
-                "coefficient": 8,
-                "w_scale": 16,
-            }
-        )
-        shared = Signal(
-            data.StructLayout({"x_scale": 16, "address": Slot(p)["address"].shape, "first_group": 1, "last_group": 1}),
-            reset_less=True,
-        )
+        done = elements[0].done  # all of them raise it together
         last_column = p.unit_cols - 1
-        column = Signal(range(max(2, p.unit_cols)), init=last_column)
+        column = Signal(range(max(2, p.unit_cols)), init=last_column)  # that leaves in this cycle
         free = column == last_column
         waiting = Signal()
         load = Signal()
@@ -94,29 +84,40 @@ class LinearArray(wiring.Component):
         m.d.sync += waiting.eq((done | waiting) & ~free)
         with m.If(load):
             m.d.sync += column.eq(0)
-            m.d.sync += [shared[name].eq(slot[name]) for name, _ in shared.shape()]
         with m.Elif(~free):
             m.d.sync += column.eq(column + 1)
 
+        common = {name: Signal.like(slot[name], name=name, reset_less=True) for name in COMMON_METADATA}
+        with m.If(load):
+            m.d.sync += [register.eq(slot[name]) for name, register in common.items()]
         for unit, result in enumerate(self.results):
             first = unit * p.unit_cols
-            held = [Signal(per_column, name=f"hold_{c}") for c in range(first, min(first + p.unit_cols, p.cols))]
-            for offset, hold in enumerate(held):
-                following = held[offset + 1] if offset + 1 < len(held) else None
-                m.d.sync += hold.eq(following) if following is not None else hold.valid.eq(0)
-                element = elements[first + offset]
-                with m.If(load):
-                    m.d.sync += [
-                        hold.valid.eq(1),
-                        hold.psum1.eq(element.psum1),
-                        hold.psum2.eq(element.psum2),
-                        hold.coefficient.eq(slot.coefficient[first + offset]),
-                        hold.w_scale.eq(slot.w_scale[first + offset]),
-                    ]
-            m.d.comb += [result[name].eq(held[0][name]) for name, _ in per_column]
-            m.d.comb += [result[name].eq(shared[name]) for name, _ in shared.shape()]
+            columns = range(first, min(first + p.unit_cols, p.cols))
+            self._hold(m, result, load, [(elements[c], slot.coefficient[c], slot.w_scale[c]) for c in columns])
+            m.d.comb += [result[name].eq(register) for name, register in common.items()]
             m.d.comb += result.column.eq(column)
         return m
+
+    def _hold(self, m, result, load, columns):
+        """Hold registers of a unit: all its columns enter at `load`, then move towards the result one per cycle."""
+        layout = GroupSum(self.p)
+        names = ("psum1", "psum2", "coefficient", "w_scale")
+        valid = Signal(len(columns))
+        m.d.sync += valid.eq(Mux(load, ~0, valid >> 1))
+        following = None
+        for element, coefficient, w_scale in reversed(columns):
+            held = Signal(data.StructLayout({name: layout[name].shape for name in names}), reset_less=True)
+            if following is not None:
+                m.d.sync += held.eq(following)
+            with m.If(load):
+                m.d.sync += [
+                    held.psum1.eq(element.psum1),
+                    held.psum2.eq(element.psum2),
+                    held.coefficient.eq(coefficient),
+                    held.w_scale.eq(w_scale),
+                ]
+            following = held
+        m.d.comb += [result.valid.eq(valid[0]), *[result[name].eq(following[name]) for name in names]]
 
     def _dot_products(self, m):
         """Broadcast register and processing elements; returns the latter."""

@@ -103,34 +103,44 @@ class ShiftAddLane(LaneMultiplier):
 
         # x * (+-i): one partial product per bit of i
         operand = Signal(signed(X_BITS))
-        m.d.comb += operand.eq(self.x ^ negate_product.replicate(X_BITS))
         parts = [Signal(signed(X_BITS), name=f"part_{k}") for k in range(SIGN)]
         carries = Signal(SIGN)
-        m.d.comb += [part.eq(operand & magnitude[k].replicate(X_BITS)) for k, part in enumerate(parts)]
-        m.d.comb += carries.eq(magnitude & negate_product.replicate(SIGN))
+        m.d.comb += [
+            operand.eq(Mux(negate_product, ~self.x, self.x)),
+            *[part.eq(Mux(magnitude[k], operand, 0)) for k, part in enumerate(parts)],
+            carries.eq(Mux(negate_product, magnitude, 0)),
+        ]
         width = self.product_width
-        upper_1 = self.adder.add(m, "add_1", parts[0] >> 1, parts[1], carry=carries[1], width=width - 1)
-        low_1 = Signal(signed(width - 1))
-        m.d.comb += low_1.eq(upper_1)
-        upper_2 = self.adder.add(m, "add_2", low_1 >> 1, parts[2], carry=carries[2], width=width - 2)
-        product = Cat(parts[0][0], low_1[0], upper_2)
+        from_1 = Signal(signed(width - 1))  # the sum so far from bit 1 on
+        from_2 = Signal(signed(width - 2))
+        m.d.comb += [
+            from_1.eq(self.adder.add(m, "add_1", parts[0] >> 1, parts[1], carry=carries[1], width=len(from_1))),
+            from_2.eq(self.adder.add(m, "add_2", from_1 >> 1, parts[2], carry=carries[2], width=len(from_2))),
+        ]
 
         # +-(x << i): the narrow stages of the shifter first
-        shifted = Signal(signed(X_BITS))
-        m.d.comb += shifted.eq(self.x ^ negate_shifted.replicate(X_BITS))
+        shifted = Signal(signed(X_BITS), name="shift_0")
+        m.d.comb += shifted.eq(Mux(negate_shifted, ~self.x, self.x))
         for k in range(SIGN):
             distance = 1 << k
-            filled = Cat(negate_shifted.replicate(distance), shifted)
             stage = Signal(signed(len(shifted) + distance), name=f"shift_{distance}")
-            m.d.comb += stage.eq(Mux(shift[k], filled.as_signed(), shifted))
+            filled = Cat(negate_shifted.replicate(distance), shifted).as_signed()
+            m.d.comb += stage.eq(Mux(shift[k], filled, shifted))
             shifted = stage
-        shifted = shifted & present.replicate(len(shifted))
 
+        product = Signal(Term(self.product_width), name="product_registered", reset_less=True)
+        shifted_product = Signal(Term(self.shifted_width), name="shifted_registered", reset_less=True)
         m.d.sync += [
-            self.product.value.eq(product),
-            self.product.carry.eq(carries[0]),
-            self.shifted.value.eq(shifted),
-            self.shifted.carry.eq(negate_shifted & present),
+            product.value.eq(Cat(parts[0][0], from_1[0], from_2)),
+            product.carry.eq(carries[0]),
+            shifted_product.value.eq(Mux(present, shifted, 0)),
+            shifted_product.carry.eq(negate_shifted & present),
+        ]
+        m.d.comb += [
+            self.product.value.eq(product.value),
+            self.product.carry.eq(product.carry),
+            self.shifted.value.eq(shifted_product.value),
+            self.shifted.carry.eq(shifted_product.carry),
         ]
         return m
 

@@ -239,7 +239,7 @@ def test_a_wrong_sign_in_one_lane_is_caught(monkeypatch, sign):
     class WrongSign(lane_multiplier("lut")):
         def elaborate(self, platform):
             m = super().elaborate(platform)
-            m.d.sync += getattr(self, sign).carry.eq(0)
+            m.d.comb += getattr(self, sign).carry.eq(0)
             return m
 
     p = LinearParameters(rows=2, cols=1, group=4)

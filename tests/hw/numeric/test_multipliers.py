@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from amaranth.back import rtlil
+from amaranth.hdl import Signal, signed
 from amaranth.sim import Simulator
 
 from kvant.hw.numeric.multipliers import LANES, lane_multiplier
@@ -74,7 +75,7 @@ class WrongSign(lane_multiplier("lut")):
 
     def elaborate(self, platform):
         m = super().elaborate(platform)
-        m.d.sync += self.product.carry.eq(0)
+        m.d.comb += self.product.carry.eq(0)
         return m
 
 
@@ -83,7 +84,9 @@ class UnsignedShift(lane_multiplier("lut")):
 
     def elaborate(self, platform):
         m = super().elaborate(platform)
-        m.d.sync += [self.shifted.value.eq(self.x << self.code[:3]), self.shifted.carry.eq(0)]
+        shifted = Signal(signed(16))
+        m.d.sync += shifted.eq(self.x << self.code[:3])
+        m.d.comb += [self.shifted.value.eq(shifted), self.shifted.carry.eq(0)]
         return m
 
 
