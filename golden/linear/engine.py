@@ -10,7 +10,7 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.linear.weights import QuantizedWeights
-from kvant.golden.numeric.codes import LINEAR
+from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, LINEAR
 from kvant.golden.numeric.int8 import quantize_int8
 from kvant.golden.numeric.rounding import fp32
 from kvant.golden.numeric.tensors import as_tensor, check_group, check_scales, check_shape, group_count, to_groups
@@ -41,7 +41,30 @@ def linear(x_q, x_scale, w_codes, w_scale, w_coeff, w_int8=None, *, group: int) 
     TensorError
         For shapes or dtypes that do not fit, reserved coefficients, scales that are negative or not finite.
     """
-    return multiply(x_q, x_scale, QuantizedWeights(w_codes, w_scale, w_coeff, w_int8, group))
+    return multiply(x_q, x_scale, check_weights(w_codes, w_scale, w_coeff, w_int8, group=group))
+
+
+def check_weights(
+    w_codes, w_scale, w_coeff, w_int8=None, *, group: int, max_coefficient: int = LARGEST_COEFFICIENT
+) -> QuantizedWeights:
+    """Weights that the engine takes, or a `TensorError` that says why it does not.
+
+    Parameters
+    ----------
+    w_codes, w_scale, w_coeff, w_int8, group
+        As `linear` takes them.
+    max_coefficient : int
+        Largest coefficient of an M-ANT group that the datapath is built for.
+    """
+    weights = QuantizedWeights(w_codes, w_scale, w_coeff, w_int8, group)
+    a = weights.coefficient
+    beyond = (a > max_coefficient) & (a <= LARGEST_COEFFICIENT)
+    if beyond.any():
+        where = beyond.nonzero()[0].tolist()
+        raise TensorError(
+            f"w_coeff{where} = {int(a[tuple(where)])}: legal is 0 to {max_coefficient} (max_coefficient), 254 or 255"
+        )
+    return weights
 
 
 def quantized_linear(x, weights: QuantizedWeights) -> torch.Tensor:

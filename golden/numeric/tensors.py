@@ -67,11 +67,11 @@ def check_group(group) -> int:
 
 
 def check_scales(scale: torch.Tensor, name: str) -> None:
-    """Refuse fp16 scales that are not finite or carry a minus sign (-0.0 included, as hardware looks at the bit)."""
-    bad = ~torch.isfinite(scale) | torch.signbit(scale)
+    """Refuse fp16 scales that are negative or not finite; -0 is a zero."""
+    bad = ~torch.isfinite(scale) | (scale < 0)
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
-        raise TensorError(f"{name}{list(where)} = {scale[where].item()}: legal is a finite value of at least +0")
+        raise TensorError(f"{name}{list(where)} = {scale[where].item()}: legal is a finite value of at least 0")
 
 
 def group_count(length: int, group: int) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvant.golden.errors import TensorError
-from kvant.golden.linear.engine import linear, multiply, partial_sums, quantized_linear
+from kvant.golden.linear.engine import check_weights, linear, multiply, partial_sums, quantized_linear
 from kvant.golden.linear.weights import QuantizedWeights
 from kvant.golden.numeric.codes import INT8, LINEAR, decode
 from kvant.golden.numeric.int8 import quantize_int8
@@ -148,9 +148,10 @@ def test_product_of_result_and_scales_is_rounded_once():
     assert np.array_equal(linear(**operands, group=256).numpy(), contract(**operands, group=256))
 
 
-def test_zero_scales_give_positive_zero():
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zero_scales_give_positive_zero(zero):
     operands = random_operands(3, 2, 2, 8, 8)
-    operands["w_scale"].zero_()
+    operands["w_scale"].fill_(zero)
     y = linear(**operands, group=8)
     assert torch.equal(y, torch.zeros(2, 2)) and not torch.signbit(y).any()
 
@@ -173,6 +174,17 @@ def test_kept_levels_give_the_same():
     assert torch.equal(multiply(*x, weights, weights.levels()), multiply(*x, weights))
 
 
+def test_coefficients_beyond_the_datapath_are_refused():
+    operands = random_operands(0, 1, 2, 20, 8, [64, 100, INT8, LINEAR])
+    del operands["x_q"], operands["x_scale"]
+    operands["w_coeff"][1, 1] = 101
+    check_weights(**operands, group=8, max_coefficient=101)
+    with pytest.raises(
+        TensorError, match=r"^w_coeff\[1, 1\] = 101: legal is 0 to 100 \(max_coefficient\), 254 or 255$"
+    ):
+        check_weights(**operands, group=8, max_coefficient=100)
+
+
 @pytest.mark.parametrize(
     ("array", "change", "message"),
     [
@@ -185,7 +197,7 @@ def test_kept_levels_give_the_same():
         ),
         ("w_scale", lambda a: a.fill_(float("inf")), r"^w_scale\[0, 0\] = inf"),
         ("w_scale", lambda a: a.fill_(-1.0), r"^w_scale\[0, 0\] = -1.0"),
-        ("x_scale", lambda a: a.fill_(-0.0), r"^x_scale\[0, 0\] = -0.0"),
+        ("x_scale", lambda a: a.fill_(-(2.0**-24)), r"^x_scale\[0, 0\] = -5.9.*e-08"),
         ("w_codes", lambda a: a.fill_(16), r"^w_codes: value 16; legal is 0 to 15$"),
         ("w_codes", lambda a: a[:, :-1], r"^w_int8: shape \(2, 20\); legal is \(2, 19\)$"),
         ("x_q", lambda a: a[:, :-1], r"^x_q: shape \(2, 19\); legal is \(2, 20\)$"),
