@@ -124,11 +124,16 @@ class Int8Ratio(wiring.Component):
         dividend = register((Cat(Const(0, 7), x_mantissa) - x_mantissa)[:18], "dividend")
         sign = register(x[15], "sign", cycles=self.latency - 1)
 
-        # Cycle 2: dividend and later shift. From d = 9 on the quotient is below a half.
-        difference = (self.exponent - exponent)[:5]
-        same = difference == 0
-        shift = register(Mux(same, 0, difference - 1)[:3], "shift", cycles=self.DIVISION_CYCLES + 1)
-        dividend = Mux(difference >= 9, 0, Mux(same, Cat(Const(0, 1), dividend), dividend))
+        # Cycle 2: dividend and later shift. A shift by 8 or more (of eight digits) leaves less than a half: q = 0.
+        same = Signal()
+        further = Signal(5)  # d - 1, unless the exponents are the same
+        m.d.comb += [
+            same.eq(self.exponent == exponent),
+            further.eq(self.exponent + ~exponent),
+        ]
+        shift = Mux(same, 0, Cat(further[:3], further[3:].any()))
+        shift = register(shift, "shift", cycles=self.DIVISION_CYCLES + 1)
+        dividend = Mux(same, Cat(Const(0, 1), dividend), dividend)
         remainder = register(Cat(dividend[self.STEPS :], Const(0, 1)), "remainder")  # in two's complement
         digits = register(dividend[: self.STEPS], "digits")  # of the dividend; those of the quotient follow
 
@@ -237,7 +242,7 @@ class GroupDivider(wiring.Component):
 
 
 class GroupMaximum(wiring.Component):
-    """Largest magnitude and non-finite flag of each group of a stream of transfers, two comparisons deep per cycle.
+    """Largest magnitude and non-finite flag of each group of a stream of transfers, by a tree of comparisons.
 
     Attributes
     ----------
@@ -258,10 +263,14 @@ class GroupMaximum(wiring.Component):
         A group's maximum, with the tag of its last transfer.
     """
 
+    @staticmethod
+    def cycles(lanes: int) -> int:
+        """The latency for *lanes* elements per transfer: one level of the tree per cycle but for the last one."""
+        return max(0, (lanes - 1).bit_length() - 1)
+
     def __init__(self, lanes: int, tag_shape: Shape):
         self.lanes = lanes
-        levels = (lanes - 1).bit_length()
-        self.latency = levels // 2
+        self.latency = self.cycles(lanes)
         super().__init__(
             {
                 "valid": In(1),
@@ -292,20 +301,24 @@ class GroupMaximum(wiring.Component):
         values = [self.magnitudes[lane] for lane in range(self.lanes)]
         valid = self.valid
         for _ in range(self.latency):
-            values = [register(value, "maximum") for value in level(level(values))]
+            values = [register(value, "maximum") for value in level(values)]
             held = Signal(name="valid")
             m.d.sync += held.eq(valid)
             valid = held
         last = register(self.last, "last", cycles=self.latency)
         nonfinite = register(self.nonfinite, "nonfinite", cycles=self.latency)
         tag = register(self.tag, "tag", cycles=self.latency)
-        values = level(values)
 
-        # The group so far; what is kept between groups is 0.
+        # One or two values are left to compare with the largest of the group so far, which is 0 between groups. Three
+        # comparisons side by side are faster than two behind each other.
         running = Signal(15)
         running_nonfinite = Signal()
+        one, *other = values
+        absmax = larger(running, one)
+        if other:
+            absmax = Mux(one < other[0], larger(running, other[0]), absmax)
         m.d.comb += [
-            self.absmax.eq(larger(running, values[0])),
+            self.absmax.eq(absmax),
             self.o_nonfinite.eq(running_nonfinite | nonfinite),
             self.o_valid.eq(valid & last),
             self.o_tag.eq(tag),
@@ -387,10 +400,10 @@ class Int8Quantizer(wiring.Component):
                 raise ParameterError(f"{name} = {value!r}: legal is an integer from 1")
         self.lanes = lanes
         self.group = group
-        # Words wait from the cycle after their transfer to the one in which their maximum is read: a whole group, and
-        # the cycles from its last transfer to that moment. The rest fills up to a power of two.
-        longest_wait = -(-group // lanes) + (lanes - 1).bit_length() // 2 + 4
-        self._address_bits = (longest_wait - 1).bit_length()
+        # A word keeps its place while the rest of its group arrives, `GroupMaximum` works, and for four cycles more,
+        # until its maximum is read; with the next power of two there is always room while results are taken.
+        longest_stay = -(-group // lanes) + GroupMaximum.cycles(lanes) + 4
+        self._address_bits = (longest_stay - 1).bit_length()
         self._maximum = GroupMaximum(lanes, Shape(self._address_bits))
         self.latency = 1 + self._maximum.latency + 2 + GroupDivider.latency + 1
         super().__init__(
