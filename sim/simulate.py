@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -276,54 +277,68 @@ def _last_lines(log: Path, count: int = 3) -> str:
 
 def _build(verilog: str, top: str, simulator: str, waves: bool) -> Path:
     """Folder of the built model, from the cache where it holds one."""
-    arguments = _build_arguments(simulator, waves)
-    key = [toolchain.version(simulator), toolchain.check_cocotb(), top, repr(arguments), verilog]
+    arguments = _verilator_arguments(waves) if simulator == "verilator" else []
+    key = [toolchain.version(simulator), toolchain.check_cocotb(), top, repr((arguments, waves)), verilog]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:24]
     final = toolchain.cache_folder() / "builds" / f"{top}-{simulator}-{digest}"
     if final.exists():
-        os.utime(final)
         return final
-    from cocotb_tools.runner import get_runner
-
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="new-", dir=final.parent) as folder_name:
         folder = Path(folder_name) / "build"
         folder.mkdir()
-        source = folder / f"{top}.sv"
-        source.write_text(verilog)
-        log = Path(folder_name) / "log"
-        before = dict(os.environ)
-        try:
-            if simulator == "verilator":
-                os.environ.update(toolchain.verilator_environment())
-            runner = get_runner(simulator)
-            runner.log.setLevel(logging.CRITICAL)
-            runner.build(
-                sources=[source],
-                hdl_toplevel=top,
-                build_dir=folder,
-                build_args=arguments,
-                waves=waves,
-                timescale=("1ns", "1ps"),
-                log_file=log,
-            )
-        except (RuntimeError, SystemExit) as error:
-            raise ToolError(f"{simulator} could not build {top}: {_last_lines(log) or error}") from None
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        for file in folder.iterdir():  # what is left of the compilation is of no further use
-            if file.suffix in (".o", ".a", ".d", ".cpp", ".h", ".gch", ".mk"):
+        (folder / f"{top}.sv").write_text(verilog)
+        _run_build(folder, top, simulator, waves, arguments)
+        if simulator == "verilator":
+            toolchain.keep_verilator_runtime(folder, waves)
+        for file in folder.iterdir():
+            if file.name not in (f"{top}.sv", top, "sim.vvp"):
                 file.unlink()
-        try:
-            folder.rename(final)
-        except OSError:
-            if not final.exists():  # not just another process that was faster
-                raise
+        toolchain.move_in(folder, final)
     return final
 
 
-def _build_arguments(simulator: str, waves: bool) -> list[str]:
-    if simulator == "icarus":
-        return []
-    return ["-Wno-fatal", "-O3", *(["--trace-fst"] if waves else [])]
+def _verilator_arguments(waves: bool) -> list[str]:
+    # cocotb's runner makes every signal public, which keeps Verilator from optimising: models grow several times.
+    # Only the ports are of use here, see `_public_ports`.
+    return ["-Wno-fatal", "-O3", "--no-public-flat-rw", *(["--trace-fst"] if waves else [])]
+
+
+def _public_ports(verilog: str, top: str) -> str:
+    """Verilator control file that lets cocotb reach the ports of *top*, and nothing else."""
+    body = re.search(rf"^module {re.escape(top)}\b.*?^endmodule", verilog, re.MULTILINE | re.DOTALL)
+    ports = re.findall(r"^\s*(?:input|output)\b[^;]*?(\w+);$", body[0], re.MULTILINE) if body else []
+    return "\n".join(["`verilator_config", *(f'public_flat_rw -module "{top}" -var "{port}"' for port in ports), ""])
+
+
+def _run_build(folder: Path, top: str, simulator: str, waves: bool, arguments: list[str]) -> None:
+    from cocotb_tools.runner import VerilatorControlFile, get_runner
+
+    log = folder / "log"
+    source = folder / f"{top}.sv"
+    sources: list[Path | VerilatorControlFile] = [source]
+    if simulator == "verilator":
+        control = folder / f"{top}.vlt"
+        control.write_text(_public_ports(source.read_text(), top))
+        sources.append(VerilatorControlFile(control))
+    before = dict(os.environ)
+    try:
+        # The runner takes the environment of this process, and Verilator needs some of it changed.
+        if simulator == "verilator":
+            os.environ.update(toolchain.verilator_environment(waves))
+        runner = get_runner(simulator)
+        runner.log.setLevel(logging.CRITICAL)
+        runner.build(
+            sources=sources,
+            hdl_toplevel=top,
+            build_dir=folder,
+            build_args=arguments,
+            waves=waves,
+            timescale=("1ns", "1ps"),
+            log_file=log,
+        )
+    except (RuntimeError, SystemExit) as error:
+        raise ToolError(f"{simulator} could not build {top}: {_last_lines(log)} ({error})") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

