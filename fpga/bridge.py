@@ -1,6 +1,6 @@
 """The byte protocol of `kvant.fpga.link`, board side: a serial port to the streams of a component."""
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from amaranth.hdl import Cat, Const, Module, Signal
 from amaranth.lib import fifo, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -156,32 +156,33 @@ class SerialBridge(wiring.Component):
         bytes_left = Signal(range(1 + layout.largest_output + 1))
         m.d.comb += transmitter.i.payload.eq(word[:8])
 
-        def load(tag, channel, value_of, head=()):
+        def load(tag, fields=(), values=(), head=()):
             parts = [Const(tag, 8), *head]
-            for field in channel.fields if channel else ():
-                value = Cat(value_of(field.name))
-                parts.append(Cat(value, Const(0, 8 * field.size - len(value))))
+            for field, value in zip(fields, values, strict=True):
+                bits = Cat(value)
+                parts.append(Cat(bits, Const(0, 8 * field.size - len(bits))))
             return [word.eq(Cat(*parts)), bytes_left.eq(len(Cat(*parts)) // 8)]
-
-        def plain(name):
-            return flags if name == "flags" else getattr(component, name)
 
         with m.If(bytes_left != 0):
             m.d.comb += transmitter.i.valid.eq(1)
             with m.If(transmitter.i.ready):
                 m.d.sync += [word.eq(word >> 8), bytes_left.eq(bytes_left - 1)]
         with m.Elif(report):
-            m.d.sync += [load(STATUS_REPLY, layout.status, plain, [Const(layout.identity, 32)]), report.eq(0)]
+            values = [flags, *(getattr(component, field.name) for field in layout.status.fields[1:])]
+            m.d.sync += load(STATUS_REPLY, layout.status.fields, values, [Const(layout.identity, 32)])
+            m.d.sync += report.eq(0)
         with m.Elif(acknowledge):
-            m.d.sync += [load(ACKNOWLEDGE, None, None), acknowledge.eq(0)]
+            m.d.sync += [load(ACKNOWLEDGE), acknowledge.eq(0)]
         for n, channel in enumerate(layout.outputs):
             port = getattr(component, channel.name)
             with m.If(muted[n]):
                 m.d.comb += port.ready.eq(1)
             with m.Elif((bytes_left == 0) & ~report & ~acknowledge):
-                earlier = Cat(*(getattr(component, other.name).valid & ~muted[k] for k, other in enumerate(layout.outputs[:n])))
+                earlier = Cat(
+                    getattr(component, other.name).valid & ~muted[k] for k, other in enumerate(layout.outputs[:n])
+                )
                 with m.If(~earlier.any()):
                     m.d.comb += port.ready.eq(1)
                     with m.If(port.valid):
-                        payload = port.payload
-                        m.d.sync += load(OUTPUT + n, channel, lambda name: payload[name] if name else payload)
+                        values = [port.payload[field.name] if field.name else port.payload for field in channel.fields]
+                        m.d.sync += load(OUTPUT + n, channel.fields, values)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from amaranth.hdl import Cat, ClockDomain, ClockSignal, Const, Elaboratable, Instance, Module, ResetSignal, Signal
+from amaranth.hdl import ClockDomain, ClockSignal, Const, Elaboratable, Instance, Module, ResetSignal, Signal
 from amaranth.lib import io
 from amaranth.lib.cdc import FFSynchronizer
 
@@ -142,7 +142,9 @@ class ClockGenerator(Elaboratable):
         elif _is_ecp5(platform):
             m.submodules.pll = self._ecp5(platform, self._source(m, platform), clock, locked)
         elif oscillator:
-            m.submodules.pll = self._ice40("CORE", ("i", "REFERENCECLK", self._source(m, platform)), clock, locked, platform)
+            m.submodules.pll = self._ice40(
+                "CORE", ("i", "REFERENCECLK", self._source(m, platform)), clock, locked, platform
+            )
         else:
             pin = platform.request(platform.default_clk, dir="-")
             m.submodules.pll = self._ice40("PAD", ("io", "PACKAGEPIN", pin.io), clock, locked, platform)

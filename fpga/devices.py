@@ -132,7 +132,9 @@ def device_of_platform(platform, default_mhz: float) -> Device:
     part = platform.device
     if part in _NEXTPNR_ECP5:
         option, package = _NEXTPNR_ECP5[part], _PACKAGES_ECP5[platform.package]
-        return Device(f"{part}-{platform.speed}{platform.package}", "ecp5", option, package, platform.speed, default_mhz)
+        return Device(
+            f"{part}-{platform.speed}{platform.package}", "ecp5", option, package, platform.speed, default_mhz
+        )
     if part in _NEXTPNR_ICE40:
         option, suffix = _NEXTPNR_ICE40[part]
         package = platform.package.lower() + suffix

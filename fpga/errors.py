@@ -6,7 +6,11 @@ class TargetError(ValueError):
 
 
 class ToolError(RuntimeError):
-    """A tool that is missing, or that stopped for a reason the flow cannot put down to the user's input."""
+    """A tool that stopped for a reason the flow cannot put down to the user's input."""
+
+
+class MissingToolError(ToolError):
+    """A tool that is not installed."""
 
 
 class ConstraintError(RuntimeError):

@@ -121,7 +121,7 @@ class Flow:
 
         Raises
         ------
-        ToolError
+        MissingToolError
             For the first that is missing.
         """
         for name in ("yosys", self._nextpnr, self._packer):

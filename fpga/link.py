@@ -186,10 +186,12 @@ class Layout:
         for name, values in inputs.items():
             channel = channels[name]
             registers = [register for register in self.held if register.name.startswith(f"{name}.")]
-            kept = [values[register.fields[0].name] for register in registers]
-            columns = [values[field.name] for field in channel.fields]
-            rows = zip(zip(*kept, strict=True) if kept else iter(lambda: (), None), zip(*columns, strict=True))
-            for state, run in groupby(rows, key=lambda row: row[0]):
+            columns = zip(*(values[field.name] for field in channel.fields), strict=True)
+            if not registers:
+                yield from self.frames(channel, columns)
+                continue
+            kept = zip(*(values[register.fields[0].name] for register in registers), strict=True)
+            for state, run in groupby(zip(kept, columns, strict=True), key=lambda row: row[0]):
                 for register, value in zip(registers, state, strict=True):
                     yield from self.frames(register, [(value,)])
                 yield from self.frames(channel, (transfer for _, transfer in run))
@@ -227,9 +229,7 @@ class Host:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self.transfers = {
-            channel.name: {field.name: [] for field in channel.fields} for channel in self.layout.outputs
-        }
+        self.transfers = {channel.name: {field.name: [] for field in channel.fields} for channel in self.layout.outputs}
         self.status: dict[str, int] | None = None
         self._waiting: list[bytes] = []
         self._under_way: list[int] = []

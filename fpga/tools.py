@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvant.fpga.errors import ToolError
+from kvant.fpga.errors import MissingToolError
 
 ENVIRONMENT = {
     "yosys": "YOSYS",
@@ -29,7 +29,7 @@ def find_tool(name: str) -> str:
 
     Raises
     ------
-    ToolError
+    MissingToolError
         If there is none, naming the tool and how to get it.
     """
     variable = ENVIRONMENT[name]
@@ -37,7 +37,7 @@ def find_tool(name: str) -> str:
     if chosen:
         path = shutil.which(chosen)
         if path is None:
-            raise ToolError(f"{name}: {variable} = {chosen!r} is not a program on PATH")
+            raise MissingToolError(f"{name}: {variable} = {chosen!r} is not a program on PATH")
         return path
     beside = Path(sys.executable).parent / f"yowasp-{name}"
     if beside.exists():
@@ -46,7 +46,7 @@ def find_tool(name: str) -> str:
         path = shutil.which(candidate)
         if path:
             return path
-    raise ToolError(f"{name}: not found, neither here nor on PATH: pip install 'kvant[fpga]', or set {variable}")
+    raise MissingToolError(f"{name}: not found, neither here nor on PATH: pip install 'kvant[fpga]', or set {variable}")
 
 
 @functools.cache

@@ -134,7 +134,8 @@ class UartTransmitter(wiring.Component):
             with m.If(self.i.valid):
                 m.d.sync += [self.tx.eq(0), shift.eq(Cat(self.i.payload, 1)), bits.eq(10), timer.eq(self.divisor - 1)]
         with m.Elif(timer == 0):
-            m.d.sync += [self.tx.eq(shift[0]), shift.eq(Cat(shift[1:], 1)), bits.eq(bits - 1), timer.eq(self.divisor - 1)]
+            m.d.sync += [self.tx.eq(shift[0]), shift.eq(Cat(shift[1:], 1))]
+            m.d.sync += [bits.eq(bits - 1), timer.eq(self.divisor - 1)]
         with m.Else():
             m.d.sync += timer.eq(timer - 1)
         return m
