@@ -94,6 +94,27 @@ def add_with_carry(a: Value, b: Value, carry: Value) -> Value:
     return (Cat(Const(1, 1), a) + Cat(carry, b))[1:]
 
 
+def round_to_fp32(normal: Value, exponent: Value, sign: Value, nonzero: Value) -> Value:
+    """The fp32 number nearest to a normalised one, ties to even.
+
+    Parameters
+    ----------
+    normal : unsigned
+        Significant bits, the topmost of them set; the last one may stand for any number of bits behind it.
+    exponent : 8
+        Biased exponent of the result, if rounding does not carry into the next power of two.
+    sign : 1
+    nonzero : 1
+        Otherwise the result is +0.
+    """
+    padded = Cat(Const(0, max(0, FP32_MANTISSA + 2 - len(normal))), normal)
+    fraction = padded[-FP32_MANTISSA:-1]
+    half, rest = padded[-FP32_MANTISSA - 1], padded[: -FP32_MANTISSA - 1].any()
+    # What a carry out of the fraction adds to the exponent is what it should.
+    rounded = Cat(fraction, exponent) + (half & (rest | fraction[0]))
+    return Mux(nonzero, Cat(rounded[:31], sign), 0)
+
+
 class Pipeline:
     """Registers of a data pipeline: they need no reset, since a valid bit that has one travels beside them.
 
@@ -197,12 +218,8 @@ class ScaledProduct(wiring.Component):
         nonzero = register(nonzero, "nonzero")
         sign = register(self.r < 0, "sign", cycles=7)
 
-        # Cycle 7: rounded. What a carry out of the fraction adds to the exponent is what it should.
-        padded = Cat(Const(0, max(0, FP32_MANTISSA + 2 - width)), normal)
-        fraction = padded[-FP32_MANTISSA:-1]
-        half, rest = padded[-FP32_MANTISSA - 1], padded[: -FP32_MANTISSA - 1].any()
-        rounded = Cat(fraction, exponent) + (half & (rest | fraction[0]))
-        m.d.comb += self.p.eq(register(Mux(nonzero, Cat(rounded[:31], sign), 0), "rounded"))
+        # Cycle 7: rounded.
+        m.d.comb += self.p.eq(register(round_to_fp32(normal, exponent, sign, nonzero), "rounded"))
         return m
 
 
@@ -265,9 +282,6 @@ class FloatAdder(wiring.Component):
         exponent = register((exponent + 1 - zeros)[:8], "exponent")
         nonzero = register(nonzero, "nonzero")
 
-        # Cycle 5: rounded, as in ScaledProduct.
-        fraction = normal[-FP32_MANTISSA:-1]
-        half, rest = normal[-FP32_MANTISSA - 1], normal[: -FP32_MANTISSA - 1].any()
-        rounded = Cat(fraction, exponent) + (half & (rest | fraction[0]))
-        m.d.comb += self.y.eq(Mux(nonzero, Cat(rounded[:31], sign), 0))
+        # Cycle 5: rounded.
+        m.d.comb += self.y.eq(round_to_fp32(normal, exponent, sign, nonzero))
         return m
