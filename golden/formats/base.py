@@ -14,8 +14,8 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.linear.objective import Objective, cut_moment
-from kvant.golden.linear.search import chunks
-from kvant.golden.linear.threads import in_threads
+from kvant.golden.linear.search import Chunk, chunks
+from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.rounding import fp16
 from kvant.golden.numeric.tensors import as_tensor, check_group, group_count
 
@@ -103,28 +103,28 @@ class GroupFormat(Format):
             raise TensorError(f"{name}: NaN or infinity; legal are finite elements")
         outputs, inputs = w.shape
         size = self.group_size(group)
-        objective = Objective(inputs, size, cut_moment(second_moment, group, size, inputs))
         candidates = self.candidates(w, scale_factors)
-        values = torch.empty_like(w)
+        values = torch.empty(w.shape)
+        with independent_threads() as run:
+            objective = Objective(inputs, size, cut_moment(second_moment, group, size, inputs), run)
 
-        def store(chunk) -> float:
-            rows, first, last, start, stop = chunk
-            x = w[rows, start:stop].unflatten(1, (last - first, -1)).transpose(0, 1).contiguous()  # [B, n, g]
-            local = objective.at(first, last, x.shape[-1])
-            best, least = None, None
-            for approximate in candidates:
-                stored = approximate(x)
-                error = local.measure(x - stored)
-                if best is None:
-                    best, least = stored, error
-                else:
-                    better = error < least
-                    best = torch.where(better[..., None], stored, best)
-                    least = torch.where(better, error, least)
-            values[rows, start:stop] = best.transpose(0, 1).flatten(1)
-            return float(local.measure(x.to(torch.float64) - best).sum())
+            def store(chunk: Chunk) -> float:
+                x = chunk.cut(w)
+                local = objective.at(chunk.first, chunk.last, x.shape[-1])
+                best, least = None, None
+                for approximate in candidates:
+                    stored = approximate(x)
+                    error = local.measure(x - stored)
+                    if best is None:
+                        best, least = stored, error
+                    else:
+                        better = error < least
+                        best = torch.where(better[..., None], stored, best)
+                        least = torch.where(better, error, least)
+                chunk.paste(best, values)
+                return float(local.measure(x.to(torch.float64) - best).sum())
 
-        loss = fsum(in_threads(store, chunks(outputs, inputs, size)))
+            loss = fsum(run(store, chunks(outputs, inputs, size)))
         return Approximation(values, self.bits(inputs, group), loss)
 
 

@@ -9,7 +9,7 @@ coefficient"; M-ANT (HPCA 2025), section V.
 import torch
 
 from kvant.golden.errors import TensorError
-from kvant.golden.linear.threads import in_threads
+from kvant.golden.linear.threads import Run
 from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count, to_groups
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,9 +63,11 @@ class Objective:
     moment : None, [K] or [ceil(K/G), G, G]
         None: the weight error. A vector: the diagonal of the activations' second moment. A stack of matrices: the
         full second moment of each group of inputs, shared by all outputs.
+    run : Run
+        How to take the roots of several groups.
     """
 
-    def __init__(self, inputs: int, group: int, moment=None):
+    def __init__(self, inputs: int, group: int, moment=None, run: Run = lambda work, items: [work(i) for i in items]):
         self._kind = "weight"
         self._root = None
         if moment is None:
@@ -86,7 +88,7 @@ class Objective:
             self._root = torch.zeros_like(moment)
             whole = inputs // group
             if whole:
-                self._root[:whole] = torch.cat(in_threads(_square_root, moment[:whole].split(4)))
+                self._root[:whole] = torch.cat(run(_square_root, moment[:whole].split(4)))
             if short := inputs % group:
                 self._root[-1:, :short, :short] = _square_root(moment[-1:, :short, :short])
 

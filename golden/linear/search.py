@@ -7,28 +7,29 @@ Source: docs/numerics.md, "Choosing the coefficient" and "Groups and scales".
 """
 
 import numbers
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.linear.objective import LocalObjective, Objective
-from kvant.golden.linear.threads import in_threads
+from kvant.golden.linear.threads import independent_threads
 from kvant.golden.linear.weights import QuantizedWeights
 from kvant.golden.numeric.codes import (
     DEFAULT_COEFFICIENTS,
     INT8,
     check_table,
-    largest_level,
     level_table,
     unchecked_decode,
     unchecked_encode,
 )
 from kvant.golden.numeric.int8 import int8_groups
 from kvant.golden.numeric.rounding import fp16
-from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count, to_groups
+from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 """Elements worked on at a time: a few float32 buffers of them stay in the cache of a core."""
 
 DECIDED = 256
@@ -80,47 +81,46 @@ def quantize_weights(
         An element is not finite, or every coefficient's scale of a group overflows fp16: the text names tensor
         and group.
     """
-    w = as_tensor(w, name, (torch.float16, torch.bfloat16, torch.float32), 2).to(torch.float32) + 0.0  # no -0
+    w = as_tensor(w, name, (torch.float16, torch.bfloat16, torch.float32), 2)
     group = check_group(group)
-    table = check_table(coefficients)
-    factors = _check_factors(scale_factors)
     outputs, inputs = w.shape
-    _check_finite(w, group, name)
-    marked = _marked_groups(w, group, outlier_groups, name)
-    _check_range(w, group, table, factors, marked, name)
-    objective = Objective(inputs, group, second_moment)
+    shape = (outputs, group_count(inputs, group))
+    search = _Search(check_table(coefficients), _check_factors(scale_factors))
+    outliers = _Outliers(outlier_groups, shape)
+    with independent_threads() as run:
+        objective = Objective(inputs, group, second_moment, run)
+        codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+        int8 = torch.zeros(outputs, inputs, dtype=torch.int8) if outliers else None
+        scale = torch.empty(shape, dtype=torch.float16)
+        coefficient = torch.empty(shape, dtype=torch.uint8)
+        loss = torch.empty(shape, dtype=torch.float64)
 
-    scale = torch.zeros(outputs, group_count(inputs, group), dtype=torch.float16)
-    coefficient = torch.zeros(scale.shape, dtype=torch.uint8)
-    codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
-    int8 = torch.zeros(outputs, inputs, dtype=torch.int8) if marked is not None and marked.any() else None
-    loss = torch.zeros(scale.shape, dtype=torch.float64)
-    search = _Search(table, factors)
+        def quantize(chunk: Chunk) -> None:
+            x = chunk.cut(w)
+            chunk.check_finite(x, name)
+            keep = outliers.marked(x, chunk)
+            search.check_range(x, keep, chunk, name)
+            local = objective.at(chunk.first, chunk.last, x.shape[-1])
+            s, a = search.best(x, local, objective)
+            code = unchecked_encode(x, s, a)
+            level = unchecked_decode(code, a[..., None])
+            if keep is not None:
+                q, s8 = int8_groups(x)
+                q = q.masked_fill_(~keep[..., None], 0)
+                code.masked_fill_(keep[..., None], 0)
+                level = torch.where(keep[..., None], q.to(torch.int32), level)
+                s, a = torch.where(keep, s8, s), torch.where(keep, INT8, a)
+                chunk.paste(q, int8)
+            error = x.to(torch.float64) - s.to(torch.float64)[..., None] * level
+            loss[chunk.groups] = local.measure(error).T
+            scale[chunk.groups], coefficient[chunk.groups] = s.T, a.T
+            chunk.paste(code, codes)
 
-    def quantize_chunk(chunk) -> None:
-        rows, first, last, start, stop = chunk
-        length = (stop - start) // (last - first)
-        part = (rows, slice(first, last))
-        x = w[rows, start:stop].reshape(-1, last - first, length).transpose(0, 1).contiguous()  # [B, n, g]
-        local = objective.at(first, last, length)
-        s, a = search.best(x, local, objective)
-        code = unchecked_encode(x, s, a)
-        level = unchecked_decode(code, a[..., None])
-        if int8 is not None:
-            keep = marked[part].T
-            q, s8 = int8_groups(x)
-            q = q.masked_fill_(~keep[..., None], 0)
-            code.masked_fill_(keep[..., None], 0)
-            level = torch.where(keep[..., None], q.to(torch.int32), level)
-            s, a = torch.where(keep, s8, s), torch.where(keep, INT8, a)
-            int8[rows, start:stop] = q.transpose(0, 1).flatten(1)
-        error = x.to(torch.float64) - s.to(torch.float64)[..., None] * level
-        loss[part] = local.measure(error).T
-        scale[part], coefficient[part] = s.T, a.T
-        codes[rows, start:stop] = code.transpose(0, 1).flatten(1)
-
-    in_threads(quantize_chunk, chunks(outputs, inputs, group))
-    return QuantizedWeights(codes, scale, coefficient, int8, group, float(np.sum(loss.numpy())), name)
+        run(quantize, chunks(outputs, inputs, group))
+        total = float(np.sum(loss.numpy()))
+        if int8 is not None and not (coefficient == INT8).any():
+            int8 = None
+        return QuantizedWeights(codes, scale, coefficient, int8, group, total, name)
 
 
 def _check_factors(factors) -> tuple[float, ...]:
@@ -131,52 +131,53 @@ def _check_factors(factors) -> tuple[float, ...]:
     return tuple(float(f) for f in factors)
 
 
-def _check_finite(w: torch.Tensor, group: int, name: str) -> None:
-    bad = ~torch.isfinite(w)
-    if bad.any():
-        row, column = bad.nonzero()[0].tolist()
-        raise TensorError(
-            f"{name}[{row}, {column}] = {w[row, column].item()} (group [{row}, {column // group}]): "
-            "legal are finite elements"
-        )
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a weight matrix and some whole groups along K (or the short last one), worked on at a time.
+
+    Attributes
+    ----------
+    rows : slice
+    first, last : int
+        Groups first .. last-1 along K.
+    start, stop : int
+        Inputs start .. stop-1.
+    """
+
+    rows: slice
+    first: int
+    last: int
+    start: int
+    stop: int
+
+    @property
+    def groups(self) -> tuple[slice, slice]:
+        """Index of the chunk in an array of one entry per group, [N, ceil(K/G)]."""
+        return self.rows, slice(self.first, self.last)
+
+    def cut(self, w: torch.Tensor) -> torch.Tensor:
+        """Elements as f32 [groups along K, rows, g], without -0."""
+        part = w[self.rows, self.start : self.stop].unflatten(1, (self.last - self.first, -1)).transpose(0, 1)
+        return part.to(torch.float32, memory_format=torch.contiguous_format) + 0.0
+
+    def paste(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Inverse of `cut`."""
+        whole[self.rows, self.start : self.stop].unflatten(1, (self.last - self.first, -1)).copy_(part.transpose(0, 1))
+
+    def check_finite(self, x: torch.Tensor, name: str) -> None:
+        """Refuse elements, as `cut` gives them, that are not finite."""
+        bad = ~torch.isfinite(x)
+        if bad.any():
+            row, group, element = bad.transpose(0, 1).nonzero()[0].tolist()
+            value = x[group, row, element].item()
+            row, column = self.rows.start + row, self.start + group * x.shape[-1] + element
+            raise TensorError(
+                f"{name}[{row}, {column}] = {value} (group [{row}, {self.first + group}]): legal are finite elements"
+            )
 
 
-def _check_range(w: torch.Tensor, group: int, table, factors, marked, name: str) -> None:
-    """Refuse groups that no candidate's scale reaches."""
-    absmax = to_groups(w, group).abs().amax(-1)
-    largest = torch.full(absmax.shape, max(largest_level(a) for a in table))
-    factor = torch.full(absmax.shape, min(factors), dtype=torch.float64)
-    if marked is not None:
-        largest[marked], factor[marked] = 127, 1.0
-    beyond = torch.isinf(fp16(absmax.to(torch.float64) * factor / largest))
-    if beyond.any():
-        row, column = beyond.nonzero()[0].tolist()
-        raise TensorError(
-            f"{name}: group [{row}, {column}] has absmax {absmax[row, column].item():g}; legal is below "
-            f"{65520.0 * int(largest[row, column]) / float(factor[row, column]):g}, or its scale overflows fp16"
-        )
-
-
-def _marked_groups(w: torch.Tensor, group: int, outlier_groups, name: str) -> torch.Tensor | None:
-    """Groups to keep INT8, bool [N, ceil(K/G)]."""
-    if outlier_groups is None:
-        return None
-    groups = to_groups(w, group)
-    if isinstance(outlier_groups, numbers.Real) and not isinstance(outlier_groups, bool):
-        if not outlier_groups > 0:
-            raise TensorError(f"outlier_groups = {outlier_groups!r}: legal is a number above 0")
-        count = torch.full((groups.shape[1],), group, dtype=torch.float64)
-        count[-1] = w.shape[1] - (groups.shape[1] - 1) * group
-        wide = groups.to(torch.float64)
-        mean_square = wide.square().sum(-1) / count
-        return wide.abs().amax(-1) > outlier_groups * mean_square.sqrt()
-    marked = as_tensor(outlier_groups, "outlier_groups", (torch.bool,), 2)
-    check_shape(marked, "outlier_groups", tuple(groups.shape[:2]))
-    return marked
-
-
-def chunks(outputs: int, inputs: int, group: int):
-    """Cut a matrix into (rows, first group, last group, first input, last input), a short last group by itself.
+def chunks(outputs: int, inputs: int, group: int) -> Iterator[Chunk]:
+    """Cut a matrix into chunks, a short last group by itself.
 
     Groups at several places along K go together as long as a chunk keeps to `CHUNK` elements; a large matrix is also
     cut along its outputs.
@@ -190,7 +191,32 @@ def chunks(outputs: int, inputs: int, group: int):
         spans.append((whole, whole + 1, whole * group, inputs))
     for row in range(0, outputs, row_step):
         for span in spans:
-            yield slice(row, row + row_step), *span
+            yield Chunk(slice(row, row + row_step), *span)
+
+
+class _Outliers:
+    """Which groups stay INT8: marked ones, or those whose peak exceeds a multiple of the root mean square."""
+
+    def __init__(self, outlier_groups, shape: tuple[int, int]):
+        self._mask = self._threshold = None
+        if isinstance(outlier_groups, numbers.Real) and not isinstance(outlier_groups, bool):
+            if not outlier_groups > 0:
+                raise TensorError(f"outlier_groups = {outlier_groups!r}: legal is a number above 0")
+            self._threshold = float(outlier_groups)
+        elif outlier_groups is not None:
+            self._mask = as_tensor(outlier_groups, "outlier_groups", (torch.bool,), 2)
+            check_shape(self._mask, "outlier_groups", shape)
+
+    def __bool__(self) -> bool:
+        return self._mask is not None or self._threshold is not None
+
+    def marked(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+        """Groups of a chunk to keep INT8, bool [B, n]; None if there are none in any chunk."""
+        if self._mask is not None:
+            return self._mask[chunk.groups].T
+        if self._threshold is None:
+            return None
+        return x.abs().amax(-1) > self._threshold * x.to(torch.float64).square().mean(-1).sqrt()
 
 
 class _Search:
@@ -204,6 +230,21 @@ class _Search:
         self._steps = torch.cat((levels[:, :1], levels.diff(dim=1)), dim=1).tolist()  # a level is a sum of steps
         self._coefficient = torch.tensor([a for a, _ in self._candidates], dtype=torch.uint8)
         self._factor = torch.tensor([f for _, f in self._candidates], dtype=torch.float64)
+
+    def check_range(self, x: torch.Tensor, keep: torch.Tensor | None, chunk: Chunk, name: str) -> None:
+        """Refuse groups of a chunk that no candidate's scale reaches (nor INT8's, where *keep* is set)."""
+        limit = torch.tensor((65520.0 * self._largest / self._factor).max().item(), dtype=torch.float64)
+        if keep is not None:
+            limit = torch.where(keep, 65520.0 * 127, limit)
+        absmax = x.abs().amax(-1).to(torch.float64)
+        beyond = absmax >= limit  # 65520 is where fp16 rounds to infinity
+        if beyond.any():
+            row, group = beyond.T.nonzero()[0].tolist()
+            raise TensorError(
+                f"{name}: group [{chunk.rows.start + row}, {chunk.first + group}] has absmax "
+                f"{absmax[group, row].item():g}; legal is below {limit.expand(absmax.shape)[group, row].item():g}, "
+                "or its scale overflows fp16"
+            )
 
     def best(self, x: torch.Tensor, local: LocalObjective, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
         """Stored scale f16 [B, n] and coefficient u8 [B, n] of groups x, f32 [B, n, g]."""

@@ -1,21 +1,27 @@
 """Threads for work that consists of many small operators."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
+Run = Callable[[Callable, Iterable], list]
+"""Applies a function to every item and returns the results in order."""
 
-def in_threads(work: Callable, items: Iterable) -> list:
-    """Results of *work* on every item, in as many threads as torch would use, each of which computes alone.
 
-    Operators on pieces that fit a cache are short; letting each of them meet at a barrier of torch's own threads costs
-    more than it gains, and far more when other programs hold a core. It also makes every result independent of
-    the number of threads.
+@contextmanager
+def independent_threads() -> Iterator[Run]:
+    """Within the context, items are worked on in as many threads as torch would use, each of which computes alone.
+
+    Operators on pieces that fit a cache are short. Letting each of them meet at a barrier of torch's own threads costs
+    more than it gains, and far more when other programs hold a core, since those threads wait by spinning. It
+    also makes every result independent of the number of threads.
     """
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(work, items))
+            yield lambda work, items: list(pool.map(work, items))
     finally:
-        torch.set_num_threads(threads)  # the workers' setting also changed the default of threads to come
+        torch.set_num_threads(threads)
