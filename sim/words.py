@@ -1,8 +1,10 @@
 """Port words of several lanes each: arrays to Python integers and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from kvant.sim.streams import Trace
 
 
 def pack_words(lanes: np.ndarray, width: int) -> list[int]:
@@ -36,3 +38,30 @@ def unpack_words(words: Sequence[int], n: int, width: int, *, signed: bool = Fal
     if signed:
         full[:, :, width:] = bits[:, :, -1:]
     return np.packbits(full, axis=2, bitorder="little").view("<i8" if signed else "<u8").reshape(len(words), n)
+
+
+def trace_arrays(trace: Trace, widths: Mapping[str, Mapping[str, int]]) -> dict[str, np.ndarray]:
+    """A trace as named arrays, for an ``.npz`` archive that ``kvant diff`` understands.
+
+    Parameters
+    ----------
+    trace : Trace
+    widths : dict
+        Of each stream the width of each field in bits.
+
+    Returns
+    -------
+    dict
+        ``STREAM.FIELD`` u8 [transfers, bytes], the low byte first; ``STREAM.cycle`` i64 [transfers]; every plain
+        output i64 [] (its low 63 bits).
+    """
+    arrays = {}
+    for stream, fields in trace.transfers.items():
+        for name, values in fields.items():
+            size = (widths[stream][name] + 7) // 8
+            text = b"".join(value.to_bytes(size, "little") for value in values)
+            arrays[f"{stream}.{name}"] = np.frombuffer(text, np.uint8).reshape(len(values), size)
+        arrays[f"{stream}.cycle"] = np.array(trace.cycles[stream], np.int64)
+    for name, value in trace.status.items():
+        arrays[name] = np.array(value & ((1 << 63) - 1), np.int64)
+    return arrays
