@@ -18,12 +18,6 @@ from kvant.golden.models.llama import Llama
 from kvant.golden.models.tokenizer import encode, load_tokenizer
 from kvant.golden.numeric.tensors import to_groups
 
-WINDOW = 512
-"""Tokens of a calibration window."""
-
-TOKENS = 16384
-"""Tokens of calibration text used, unless said otherwise: more text changes the choice of coefficients little."""
-
 _BATCH = 4  # windows that go through a layer at once
 
 Progress = Callable[[int, int], None]
@@ -47,9 +41,7 @@ class Calibration:
     tokens: int
 
 
-def calibration_windows(
-    checkpoint: Checkpoint, text: str, tokens: int = TOKENS, window: int = WINDOW
-) -> list[torch.Tensor]:
+def calibration_windows(checkpoint: Checkpoint, text: str, tokens: int, window: int) -> list[torch.Tensor]:
     """The first *tokens* tokens of a text, cut into windows; shorter texts give what they have.
 
     Raises

@@ -147,12 +147,14 @@ class Checkpoint:
         return self._read(self.tensors[name])
 
     def sha256(self) -> str:
-        """Digest over the contents of all weight files, in the order of their names."""
-        digest = hashlib.sha256()
+        """Digest of the weight file; of several, the digest of their digests in the order of their names."""
+        digests = []
         for file in self.files:
             with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        return digest.hexdigest()
+                digests.append(hashlib.file_digest(stream, "sha256"))
+        if len(digests) == 1:
+            return digests[0].hexdigest()
+        return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
 
 def _natural(name: str) -> list:

