@@ -158,7 +158,7 @@ class Chunk:
     def cut(self, w: torch.Tensor) -> torch.Tensor:
         """Elements as f32 [groups along K, rows, g], without -0."""
         part = w[self.rows, self.start : self.stop].unflatten(1, (self.last - self.first, -1)).transpose(0, 1)
-        return part.to(torch.float32, memory_format=torch.contiguous_format) + 0.0
+        return torch.add(part, 0.0, out=torch.empty(part.shape))
 
     def paste(self, part: torch.Tensor, whole: torch.Tensor) -> None:
         """Inverse of `cut`."""

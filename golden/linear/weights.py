@@ -9,7 +9,7 @@ from kvant.golden.numeric.codes import INT8, LARGEST_COEFFICIENT, LINEAR, unchec
 from kvant.golden.numeric.tensors import as_tensor, check_group, check_scales, check_shape, group_count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantizedWeights:
     """A weight matrix of N outputs and K inputs in groups of G along K.
 
