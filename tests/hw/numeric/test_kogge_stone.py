@@ -76,7 +76,7 @@ def simulate(dut, bench):
     simulator.run()
 
 
-def test_every_width_from_1_to_64_is_proven_equal_to_plain_addition(tmp_path):
+def test_case_30_every_width_from_1_to_64_is_proven_equal_to_plain_addition(tmp_path):
     result = prove([KoggeStone(width) for width in range(1, 65)], tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
