@@ -37,10 +37,10 @@ class ActivationBuffer(wiring.Component):
         fp16 activations.
     xq : out stream
         The quantised activations as stored; a word is stored when it is taken here.
-    stored : out
-        Groups stored so far; group ``i`` may be read when ``i < stored``.
-    word_address, group_address : in
-        Word and group to read.
+    written : out
+        Words below this address may be read, and the scales of the groups they begin.
+    read, word_address, group_address : in
+        Read a word, and the scale of a group.
     word, scale : out
         Their contents, one cycle later.
     nonfinite : out
@@ -59,7 +59,8 @@ class ActivationBuffer(wiring.Component):
                 "tail": In(COUNT_WIDTH),
                 "x": In(stream.Signature(activation_input(p))),
                 "xq": Out(stream.Signature(quantized_output(p))),
-                "stored": Out(index_width(self.capacity + 1)),
+                "written": Out(index_width(p.activation_words + 1)),
+                "read": In(1),
                 "word_address": In(index_width(p.activation_words)),
                 "group_address": In(index_width(self.capacity)),
                 "word": Out(8 * p.rows),
@@ -72,13 +73,11 @@ class ActivationBuffer(wiring.Component):
         p = self.p
         m = Module()
         m.submodules.quantizer = quantizer = Int8Quantizer(lanes=p.x_lanes, group=p.group)
-        # No word is read before its group is complete, so a word is never read and written at once.
+        # Nothing is read before the cycle after it is written, so no address is read and written at once.
         m.submodules.words = words = memory.Memory(
             shape=8 * p.rows, depth=p.activation_words, init=[], attrs={"no_rw_check": 1}
         )
-        m.submodules.scales = scales = memory.Memory(
-            shape=16, depth=self.capacity, init=[], attrs={"no_rw_check": 1}
-        )
+        m.submodules.scales = scales = memory.Memory(shape=16, depth=self.capacity, init=[], attrs={"no_rw_check": 1})
 
         # Input side: cut the stream into groups.
         open_ = Signal()  # elements of the job are still to come
@@ -149,28 +148,31 @@ class ActivationBuffer(wiring.Component):
         word_write, word_read = words.write_port(), words.read_port()
         scale_write, scale_read = scales.write_port(), scales.read_port()
         store = xq.valid & xq.ready
-        next_group = Signal(index_width(p.activation_words) + 1)  # address of the group after this one
+        group_number = Signal(index_width(self.capacity + 1))
+        following_group = Signal(index_width(p.activation_words + p.beats))  # its first word
+        word_first = Signal()
         m.d.comb += [
+            word_write.addr.eq(self.written),
             word_write.data.eq(word),
             word_write.en.eq(store),
-            scale_write.addr.eq(self.stored),
+            scale_write.addr.eq(group_number),
             scale_write.data.eq(word_scale),
-            scale_write.en.eq(store & word_last),
+            scale_write.en.eq(store & word_first),
+            word_read.en.eq(self.read),
+            scale_read.en.eq(self.read),
             word_read.addr.eq(self.word_address),
             scale_read.addr.eq(self.group_address),
             self.word.eq(word_read.data),
             self.scale.eq(scale_read.data),
         ]
-        write_address = Signal(index_width(p.activation_words))
-        m.d.comb += word_write.addr.eq(write_address)
         with m.If(self.start):
-            m.d.sync += [self.stored.eq(0), write_address.eq(0), next_group.eq(p.beats)]
+            m.d.sync += [self.written.eq(0), group_number.eq(0), following_group.eq(p.beats), word_first.eq(1)]
         with m.Elif(store):
-            m.d.sync += write_address.eq(write_address + 1)
+            m.d.sync += [self.written.eq(self.written + 1), word_first.eq(word_last)]
             with m.If(word_last):
                 m.d.sync += [
-                    self.stored.eq(self.stored + 1),
-                    write_address.eq(next_group),
-                    next_group.eq(next_group + p.beats),
+                    group_number.eq(group_number + 1),
+                    self.written.eq(following_group),
+                    following_group.eq(following_group + p.beats),
                 ]
         return m

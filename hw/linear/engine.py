@@ -35,7 +35,7 @@ class Job(data.StructLayout):
 
     def __init__(self):
         names = ["tokens", "groups", "tail", "tiles", "last_cols", "interleave"]
-        super().__init__({name: COUNT_WIDTH for name in names})
+        super().__init__(dict.fromkeys(names, COUNT_WIDTH))
 
 
 def output(p: LinearParameters) -> data.StructLayout:
@@ -338,10 +338,12 @@ class LinearEngine(wiring.Component):
         m.d.comb += [
             sequencer.head_valid.eq(weights.head_valid),
             sequencer.high_plane.eq(weights.head.high_plane),
-            sequencer.stored.eq(activations.stored),
+            sequencer.written.eq(activations.written),
             sequencer.room.eq(queue.room),
             weights.release.eq(sequencer.release),
             weights.release_beats.eq(sequencer.release_beats),
+            weights.read.eq(sequencer.beat_valid),
+            activations.read.eq(sequencer.beat_valid),
             weights.beat.eq(sequencer.weight_beat),
             activations.word_address.eq(sequencer.word_address),
             activations.group_address.eq(sequencer.group_address),

@@ -12,8 +12,8 @@ from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop
 class Sequencer(wiring.Component):
     """Issues the beats of a job, one slot after the other, without a bubble while nothing is missing.
 
-    A slot, once started, is never interrupted, so that nothing behind the sequencer needs flow control: it starts
-    only when its weight tile and activation group are complete and there is room for its outputs.
+    A slot starts only when its weight tile is complete and there is room for its outputs, so that nothing behind the
+    sequencer needs flow control; its activations may still be on their way, and a beat waits for its word.
 
     Two slots that add to the same accumulators are at least `spacing` cycles apart: the outputs that take turns
     normally see to that; where a round of them is too short, the sequencer waits.
@@ -36,8 +36,8 @@ class Sequencer(wiring.Component):
         All slots have been issued.
     head_valid, high_plane : in
         A complete weight tile waits; it has a plane of high INT8 digits.
-    stored : in
-        Activation groups stored so far.
+    written : in
+        Words of the activation buffer below this address may be read.
     room : in
         The outputs of one more finished slot fit.
     beat_valid, first, last, high : out
@@ -69,7 +69,7 @@ class Sequencer(wiring.Component):
                 "done": Out(1),
                 "head_valid": In(1),
                 "high_plane": In(1),
-                "stored": In(index_width(groups_stored + 1)),
+                "written": In(index_width(p.activation_words + 1)),
                 "room": In(1),
                 "beat_valid": Out(1),
                 "first": Out(1),
@@ -102,10 +102,11 @@ class Sequencer(wiring.Component):
         phase = Signal(range(max(2, p.unit_cols)))  # cycles of the slot, counted as far as they matter
 
         plane_beats = Mux(loop.last_group, self.tail_beats, p.beats)
-        start_slot, issue, plane_end, slot_end = Signal(), Signal(), Signal(), Signal()
+        start_slot, issue, plane_end, slot_end, word_ready = Signal(), Signal(), Signal(), Signal(), Signal()
         pitch_reached = phase == p.unit_cols - 1
         m.d.comb += [
-            issue.eq(start_slot | (active & ~beats_done)),
+            word_ready.eq(self.word_address < self.written),
+            issue.eq(start_slot | (active & ~beats_done & word_ready)),
             plane_end.eq(beat + 1 == plane_beats),
             self.high.eq(self.high_plane & ~code_plane),
             self.beat_valid.eq(issue),
@@ -210,7 +211,7 @@ class Sequencer(wiring.Component):
             ~active
             & ~loop.done
             & self.head_valid
-            & (self.group_address < self.stored)
+            & word_ready
             & (~fresh_round | (distance == self.spacing))
             & (~loop.last_group | self.room)
         )

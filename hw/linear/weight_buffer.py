@@ -47,8 +47,8 @@ class WeightBuffer(wiring.Component):
         The oldest tile has been read for the last time; the next head follows in the next cycle.
     release_beats : in
         Its beats over all planes.
-    beat : in
-        Which beat of the oldest tile to read.
+    read, beat : in
+        Read a beat of the oldest tile.
     codes : out
         The codes of that beat, one cycle later.
     """
@@ -74,6 +74,7 @@ class WeightBuffer(wiring.Component):
                 "head": Out(TileHead(p)),
                 "release": In(1),
                 "release_beats": In(index_width(self.tile_beats + 1)),
+                "read": In(1),
                 "beat": In(index_width(self.tile_beats)),
                 "codes": Out(4 * p.lanes),
             }
@@ -84,9 +85,7 @@ class WeightBuffer(wiring.Component):
         m = Module()
         m.submodules.loop = loop = TileLoop()
         # A beat is read only after its tile is complete, and freed after its last read.
-        m.submodules.ring = ring = memory.Memory(
-            shape=4 * p.lanes, depth=self.depth, init=[], attrs={"no_rw_check": 1}
-        )
+        m.submodules.ring = ring = memory.Memory(shape=4 * p.lanes, depth=self.depth, init=[], attrs={"no_rw_check": 1})
         m.submodules.heads = heads = fifo.SyncFIFOBuffered(width=TileHead(p).size, depth=self.HEADS)
         write, read = ring.write_port(), ring.read_port()
 
@@ -141,6 +140,7 @@ class WeightBuffer(wiring.Component):
             self.head_valid.eq(heads.r_rdy),
             self.head.eq(heads.r_data),
             heads.r_en.eq(self.release),
+            read.en.eq(self.read),
             read.addr.eq(base + self.beat),
             self.codes.eq(read.data),
         ]

@@ -43,7 +43,13 @@ def run(
     outputs = arrays["w_codes"].shape[0]
     jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
     trace = simulate(
-        lambda: LinearEngine(p), name, stimulus(p, jobs, arrays), simulator=simulator, stall=stall, seed=seed, waves=waves
+        lambda: LinearEngine(p),
+        name,
+        stimulus(p, jobs, arrays),
+        simulator=simulator,
+        stall=stall,
+        seed=seed,
+        waves=waves,
     )
     return collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs)
 
@@ -62,11 +68,11 @@ def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.n
     rows = sum(job.tokens * job.tiles * p.unit_cols for job in jobs)
     return Stimulus(
         inputs={
-            "s_axis_cmd": {"data": [job.descriptor() for job in jobs]},
-            "s_axis_x": {"data": x},
-            "s_axis_w": w,
+            "cmd": {"data": [job.descriptor() for job in jobs]},
+            "x": {"data": x},
+            "w": w,
         },
-        expect={"m_axis_xq": words, "m_axis_y": rows},
+        expect={"xq": words, "y": rows},
         status=["nonfinite", "error", "busy_cycles"],
     )
 
@@ -146,8 +152,8 @@ def collect(
     x_q = np.zeros((tokens, inputs), np.int8)
     x_scale = np.zeros((tokens, groups), np.float16)
 
-    words = _from_integers(trace.transfers["m_axis_xq"]["data"], p.rows).view(np.int8)
-    scales = np.array(trace.transfers["m_axis_xq"]["user"], np.uint16).view(np.float16)
+    words = _from_integers(trace.transfers["xq"]["data"], p.rows).view(np.int8)
+    scales = np.array(trace.transfers["xq"]["user"], np.uint16).view(np.float16)
     position = 0
     for job in jobs:
         rows = slice(job.first_token, job.first_token + job.tokens)
@@ -159,7 +165,7 @@ def collect(
             x_scale[rows, group] = scales[part][::beats]
             position = part.stop
 
-    lanes = _from_integers(trace.transfers["m_axis_y"]["data"], 4 * p.units).view(np.float32)
+    lanes = _from_integers(trace.transfers["y"]["data"], 4 * p.units).view(np.float32)
     position = 0
     for job in jobs:
         count = job.tiles * job.tokens * p.unit_cols
@@ -169,6 +175,6 @@ def collect(
         y[job.first_token : job.first_token + job.tokens] = part.reshape(job.tokens, -1)[:, :outputs]
         position += count
 
-    first = min(trace.cycles["s_axis_x"][0], trace.cycles["s_axis_w"][0])
-    numbers = {"cycles": trace.cycles["m_axis_y"][-1] - first + 1, **trace.status}
+    first = min(trace.cycles["x"][0], trace.cycles["w"][0])
+    numbers = {"cycles": trace.cycles["y"][-1] - first + 1, **trace.status}
     return {"y": y, "x_q": x_q, "x_scale": x_scale} | {key: np.array(value, np.int64) for key, value in numbers.items()}

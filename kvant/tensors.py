@@ -1,0 +1,122 @@
+"""Named arrays of a user: read, checked against what a block takes, written whole or not at all."""
+
+import os
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvant.errors import InputError
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """An array a block takes.
+
+    Parameters
+    ----------
+    name : str
+    dtype : str
+        NumPy name of the one legal dtype; ``"integer"`` for any integer type (scalars only).
+    dims : tuple of str
+        A symbol a dimension, equal symbols have equal lengths in all arrays; ``"K/G"`` is ``ceil(K / G)``. Empty for
+        a 0-d array.
+    required : bool
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...] = ()
+    required: bool = False
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an ``.npz`` file; pickled objects are refused."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not hasattr(archive, "files"):
+                raise InputError(f"{path}: a single array; legal is an .npz archive of named arrays")
+            return {name: archive[name] for name in archive.files}
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path}: not a readable .npz archive ({str(error).splitlines()[0]})") from None
+
+
+def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write an ``.npz`` archive; an existing file is replaced only by a complete one. Same arrays, same bytes."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npz")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, **arrays)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def scalar(arrays: dict[str, np.ndarray], name: str) -> int | None:
+    """The value of an optional 0-d integer array."""
+    return int(arrays[name]) if name in arrays else None
+
+
+def check_arrays(arrays: dict[str, np.ndarray], specs: list[ArraySpec], *, group: int) -> dict[str, int]:
+    """Check names, dtypes and shapes.
+
+    Returns
+    -------
+    dict
+        Length of every symbol.
+
+    Raises
+    ------
+    InputError
+        For the first array that is unknown, missing, or of another dtype or shape.
+    """
+    known = {spec.name: spec for spec in specs}
+    for name in arrays:
+        if name not in known:
+            raise InputError(f"array {name}: unknown; legal are {', '.join(known)}")
+    lengths: dict[str, int] = {}
+    for spec in specs:
+        if spec.name not in arrays:
+            if spec.required:
+                raise InputError(f"array {spec.name}: missing; legal is {_wanted(spec)}")
+            continue
+        _check_one(spec, arrays[spec.name], lengths, group)
+    return lengths
+
+
+def _wanted(spec: ArraySpec) -> str:
+    return f"{spec.dtype} [{', '.join(spec.dims)}]" if spec.dims else f"a 0-d {spec.dtype}"
+
+
+def _check_one(spec: ArraySpec, array: np.ndarray, lengths: dict[str, int], group: int) -> None:
+    is_legal = array.dtype.kind in "iu" if spec.dtype == "integer" else array.dtype == np.dtype(spec.dtype)
+    if not is_legal:
+        raise InputError(f"array {spec.name}: dtype {array.dtype}; legal is {_wanted(spec)}")
+    if array.ndim != len(spec.dims):
+        raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)}")
+    for symbol, length in zip(spec.dims, array.shape, strict=True):
+        if symbol.endswith("/G"):
+            whole = lengths[symbol.removesuffix("/G")]
+            expected = -(-whole // group)
+            because = f"{symbol} = ceil({whole} / {group}) = {expected}"
+        else:
+            expected = lengths.setdefault(symbol, length)
+            because = f"{symbol} = {expected}"
+        if length < 1:
+            raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)}, no length of zero")
+        if length != expected:
+            raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)} with {because}")
