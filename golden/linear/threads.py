@@ -16,7 +16,8 @@ def independent_threads() -> Iterator[Run]:
 
     Operators on pieces that fit a cache are short. Letting each of them meet at a barrier of torch's own threads costs
     more than it gains, and far more when other programs hold a core, since those threads wait by spinning. It
-    also makes every result independent of the number of threads.
+    also makes every result independent of the number of threads. torch's own number of threads is 1 meanwhile, for the
+    whole process, and is restored afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
