@@ -1,12 +1,16 @@
-"""The linear path with a user's tensors: checked, quantised where they are not, simulated, compared."""
+"""The linear path as a block of the product: generated, simulated with a user's tensors, compared."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvant import config
+from kvant.blocks import Vectors
+from kvant.config import Config
 from kvant.errors import ComparisonError, InputError
+from kvant.hw.linear.parameters import LinearParameters
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 ARRAYS = [
@@ -22,66 +26,170 @@ ARRAYS = [
 
 QUANTISED = ("w_codes", "w_scale", "w_coeff")
 
+INT8 = 254
+"""Coefficient byte of a group whose elements are INT8."""
 
-def simulate(
-    arrays: dict[str, np.ndarray],
-    *,
-    path: Path | None = None,
-    overrides: Iterable[str] = (),
-    simulator: str = "verilator",
-    stall: float = 0.0,
-    seed: int = 0,
-    waves: Path | None = None,
-    check: bool = True,
-) -> dict[str, np.ndarray]:
-    """Multiply *arrays* in the simulated RTL of a configuration.
 
-    Parameters
-    ----------
-    arrays : dict
-        See `ARRAYS`; ``w`` is quantised by least weight error with the configuration's table.
-    path, overrides
-        Configuration, see `kvant.config.load`; ``group`` among the arrays replaces the configuration's.
-    simulator, stall, seed, waves
-        See `kvant.sim.simulate.simulate`.
-    check : bool
-        Compare the outputs with the golden model.
+class LinearBlock:
+    """fp16 activations times M-ANT weights; see `kvant.hw.linear.engine.LinearEngine`."""
 
-    Returns
-    -------
-    dict
-        See `kvant.sim.linear.engine.run`, with the weights as used and 0-d i64 ``group``, ``rows``, ``cols``,
-        ``lanes``.
+    summary = "fp16 activations times 4-bit M-ANT weights, fp32 outputs"
 
-    Raises
-    ------
-    InputError
-        For an illegal array.
-    ComparisonError
-        If an output differs from the golden model.
-    """
-    group = scalar(arrays, "group")
-    chosen = config.load(path, [*overrides, *([] if group is None else [f"group={group}"])])
+    def build(self, chosen: Config):
+        """The component, anew at every call."""
+        from kvant.hw.linear.engine import LinearEngine
+
+        return LinearEngine(chosen.linear)
+
+    def parameters(self, chosen: Config) -> Mapping[str, Any]:
+        """The fields of `LinearParameters`."""
+        return chosen.linear.model_dump()
+
+    def facts(self, chosen: Config) -> Mapping[str, Any]:
+        """Latency, throughput, stream orders and widths for the manifest."""
+        p = chosen.linear
+        engine = self.build(chosen)
+        return {
+            "latency": engine.latencies,
+            "throughput": {
+                "multiply-accumulates per cycle": p.lanes,
+                "activations per cycle": p.x_lanes,
+                "outputs per cycle": p.units,
+            },
+            "streams": {
+                "cmd": "one job descriptor per matrix product: tokens, groups = ceil(K/group), tail = elements of the "
+                "last group, tiles = ceil(N/cols), last_cols = columns of the last tile, interleave = tiles that take "
+                "turns (tokens * interleave <= accumulators)",
+                "x": "for each group of K: for each token: ceil(n/lanes of the port) transfers of fp16 activations; a "
+                "group begins a new transfer, surplus lanes of its last transfer are ignored",
+                "w": "for each block of `interleave` tiles: for each group of K: for each tile of the block: the plane "
+                "of high INT8 digits (only if a coefficient of the tile is 254), then the plane of codes or low "
+                "digits; ceil(n/rows) beats each; data = codes, column 0 row 0 lowest; user = scale and coefficient "
+                "of each column, the same in all beats of a tile",
+                "xq": "the quantised activations in the order of x, in words of `rows` INT8 values; user = fp16 scale",
+                "y": "for each block: for each tile: for each token: unit_cols steps; lane u of step s is column "
+                "u * unit_cols + s of the tile; keep is 0 past the last column",
+            },
+            "widths": {
+                "psum1": p.psum1_width,
+                "psum2": p.psum2_width,
+                "group result": p.result_width,
+                "units": p.units,
+                "unit_cols": p.unit_cols,
+                "beats": p.beats,
+            },
+        }
+
+    def vectors(self, chosen: Config, seed: int) -> Vectors:
+        """A small random product with tails in K and N, a zero group and, where built for, INT8 groups."""
+        from kvant.hw.linear.jobs import plan
+        from kvant.sim.linear import engine
+
+        p = chosen.linear
+        arrays = random_case(chosen, tokens=3, outputs=p.cols + 1, inputs=p.group + max(1, p.group // 3), seed=seed)
+        golden = golden_outputs(p, arrays)
+        jobs = plan(p, tokens=3, inputs=arrays["x"].shape[1], outputs=p.cols + 1)
+        return Vectors(
+            stimulus=engine.stimulus(p, jobs, arrays),
+            transfers=engine.expected(p, jobs, golden["y"], golden["x_q"], golden["x_scale"]),
+            status={"nonfinite": 0, "error": 0},
+        )
+
+    def simulate(
+        self,
+        arrays: dict[str, np.ndarray],
+        *,
+        path: Path | None = None,
+        overrides: Iterable[str] = (),
+        simulator: str = "verilator",
+        stall: float = 0.0,
+        seed: int = 0,
+        waves: Path | None = None,
+        check: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Multiply *arrays* in the simulated RTL of a configuration.
+
+        Parameters
+        ----------
+        arrays : dict
+            See `ARRAYS`; ``w`` is quantised by least weight error with the configuration's table.
+        path, overrides
+            Configuration, see `kvant.config.load`; ``group`` among the arrays replaces the configuration's.
+        simulator, stall, seed, waves
+            See `kvant.sim.simulate.simulate`.
+        check : bool
+            Compare the outputs with the golden model.
+
+        Returns
+        -------
+        dict
+            See `kvant.sim.linear.engine.run`, with the weights as used and 0-d i64 ``group``, ``rows``, ``cols``,
+            ``lanes``.
+
+        Raises
+        ------
+        InputError
+            For an illegal array.
+        ComparisonError
+            If an output differs from the golden model.
+        """
+        group = scalar(arrays, "group")
+        chosen = config.load(path, [*overrides, *([] if group is None else [f"group={group}"])])
+        p = chosen.linear
+        check_arrays(arrays, ARRAYS, group=p.group)
+        tensors = {"x": arrays["x"], **_weights(arrays, chosen)}
+
+        from kvant.sim.linear import engine
+
+        result = engine.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
+        if check:
+            _compare(golden_outputs(p, tensors), result)
+        shape = {name: np.array(getattr(p, name), np.int64) for name in ("group", "rows", "cols", "lanes")}
+        return result | {name: array for name, array in tensors.items() if name != "x"} | shape
+
+
+BLOCK = LinearBlock()
+
+
+def random_case(chosen: Config, *, tokens: int, outputs: int, inputs: int, seed: int) -> dict[str, np.ndarray]:
+    """Random activations and quantised weights of every kind the configuration can multiply."""
     p = chosen.linear
-    check_arrays(arrays, ARRAYS, group=p.group)
-    weights = _weights(arrays, chosen)
+    rng = np.random.default_rng(seed)
+    groups = -(-inputs // p.group)
+    kinds = [*chosen.coefficients, *([INT8] if p.int8_groups else [])]
+    coefficient = rng.choice(kinds, (outputs, groups)).astype(np.uint8)
+    x = rng.standard_normal((tokens, inputs)) * np.exp(rng.standard_normal((tokens, inputs)))
+    x[0, : p.group] = 0
+    codes = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+    codes[np.repeat(coefficient == INT8, p.group, axis=1)[:, :inputs]] = 0
+    return {
+        "x": x.astype(np.float16),
+        "w_codes": codes,
+        "w_scale": (rng.random((outputs, groups)) / 100).astype(np.float16),
+        "w_coeff": coefficient,
+        "w_int8": rng.integers(-128, 128, (outputs, inputs)).astype(np.int8),
+    }
 
-    from kvant.sim.linear import engine
 
-    tensors = {"x": arrays["x"], **weights}
-    result = engine.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
-    if check:
-        _compare(p, tensors, result)
-    shape = {"group": p.group, "rows": p.rows, "cols": p.cols, "lanes": p.lanes}
-    return result | weights | {name: np.array(value, np.int64) for name, value in shape.items()}
+def golden_outputs(p: LinearParameters, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """``y``, ``x_q`` and ``x_scale`` of the golden model."""
+    from kvant.golden.linear.engine import linear
+    from kvant.golden.numeric.int8 import quantize_int8
+
+    x = quantize_int8(arrays["x"], p.group)
+    weights = (arrays["w_codes"], arrays["w_scale"], arrays["w_coeff"], arrays.get("w_int8"))
+    y = linear(x.q, x.scale, *weights, group=p.group)
+    return {"y": y.numpy(), "x_q": x.q.numpy(), "x_scale": x.scale.numpy()}
 
 
-def _weights(arrays: dict[str, np.ndarray], chosen: config.Config) -> dict[str, np.ndarray]:
+def _weights(arrays: dict[str, np.ndarray], chosen: Config) -> dict[str, np.ndarray]:
+    """The quantised weights among *arrays*, or those of ``w``."""
     p = chosen.linear
-    given = [name for name in (*QUANTISED, "w_int8") if name in arrays]
+    given = {name: arrays[name] for name in (*QUANTISED, "w_int8") if name in arrays}
     if "w" in arrays:
         if given:
-            raise InputError(f"array {given[0]}: given together with w; legal is either w or {', '.join(QUANTISED)}")
+            name = next(iter(given))
+            raise InputError(f"array {name}: given together with w; legal is either w or {', '.join(QUANTISED)}")
 
         from kvant.golden.linear.search import quantize_weights
 
@@ -94,36 +202,23 @@ def _weights(arrays: dict[str, np.ndarray], chosen: config.Config) -> dict[str, 
     for name in QUANTISED:
         if name not in arrays:
             raise InputError(f"array {name}: missing; legal is either w or {', '.join(QUANTISED)}")
+    int8 = np.argwhere(given["w_coeff"] == INT8)
+    if len(int8) and not p.int8_groups:
+        raise InputError(f"w_coeff{int8[0].tolist()} = {INT8}: legal only with int8_groups = true")
 
     from kvant.golden.linear.engine import check_weights
 
-    check_weights(**{name: arrays[name] for name in given}, group=p.group, max_coefficient=p.max_coefficient)
-    if "w_int8" not in arrays and p.int8_groups is False:
-        return {name: arrays[name] for name in given}
-    return {name: arrays[name] for name in given}
+    check_weights(**given, group=p.group, max_coefficient=p.max_coefficient)
+    return given
 
 
-def _compare(p, tensors: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> None:
+def _compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> None:
     """Hold the RTL's outputs against the golden model, bit for bit."""
-    from kvant.golden.linear.engine import linear
-    from kvant.golden.numeric.int8 import quantize_int8
-
-    x = quantize_int8(tensors["x"], p.group)
-    golden = {"x_q": x.q.numpy(), "x_scale": x.scale.numpy()}
-    y = linear(
-        golden["x_q"],
-        golden["x_scale"],
-        tensors["w_codes"],
-        tensors["w_scale"],
-        tensors["w_coeff"],
-        tensors.get("w_int8"),
-        group=p.group,
-    )
-    golden["y"] = y.numpy()
     for name, expected in golden.items():
-        differs = np.argwhere(result[name].view(f"u{expected.itemsize}") != expected.view(f"u{expected.itemsize}"))
+        bits = f"u{expected.itemsize}"
+        differs = np.argwhere(result[name].view(bits) != expected.view(bits))
         if len(differs):
-            index = tuple(int(i) for i in differs[0])
+            index = tuple(differs[0].tolist())
             raise ComparisonError(
                 f"{name}{list(index)} = {result[name][index]!r} in the RTL, {expected[index]!r} in the golden model "
                 f"({len(differs)} of {expected.size} values differ)"

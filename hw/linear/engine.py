@@ -158,7 +158,8 @@ class OutputQueue(wiring.Component):
     units : in
         One output per unit and cycle, all units at once.
     y : out stream
-        Column ``unit * unit_cols + step`` of a tile in lane *unit*; ``unit_cols`` transfers a slot.
+        Column ``unit * unit_cols + step`` of a tile in lane *unit*, 0 past the last column; ``unit_cols`` transfers a
+        slot.
     empty : out
         Nothing is reserved or waiting.
     """
@@ -216,7 +217,10 @@ class OutputQueue(wiring.Component):
         ]
         for unit in range(p.units):
             keep = unit * p.unit_cols + step < columns
-            m.d.comb += [row.data[unit].eq(self.units[unit].y), row.keep[4 * unit : 4 * unit + 4].eq(keep.replicate(4))]
+            m.d.comb += [
+                row.data[unit].eq(Mux(keep, self.units[unit].y, 0)),
+                row.keep[4 * unit : 4 * unit + 4].eq(keep.replicate(4)),
+            ]
         with m.If(queue.w_en):
             m.d.sync += step.eq(Mux(step_end, 0, step + 1))
         m.d.comb += [
@@ -291,11 +295,25 @@ class LinearEngine(wiring.Component):
         )
 
     @property
+    def latencies(self) -> dict[str, int]:
+        """Cycles, by what they lie between."""
+        return {
+            "last transfer of an activation group to its first xq word": self._activations.latency,
+            "last beat of a slot to its first output": self.output_latency,
+            "least distance of two groups of one output": self._sequencer.spacing,
+        }
+
+    @property
+    def output_latency(self) -> int:
+        """Cycles from the issue of a slot's last beat to its first output transfer, the receiver being ready."""
+        return 1 + self._array.latency + self._accumulators[0].latency + 2
+
+    @property
     def slot_latency(self) -> int:
         """Cycles from the start of a slot of most beats until its last output is taken by a ready receiver."""
         p = self.p
         beats = p.beats * (2 if p.int8_groups else 1)
-        return beats + 1 + self._array.latency + self._accumulators[0].latency + 2 + p.unit_cols
+        return beats + self.output_latency + p.unit_cols
 
     def elaborate(self, platform):
         p = self.p

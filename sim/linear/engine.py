@@ -65,14 +65,14 @@ def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.n
             w["data"] += beats
             w["user"] += [user] * len(beats)
     words = sum(job.tokens * ((job.groups - 1) * p.beats + ceil_div(job.tail, p.rows)) for job in jobs)
-    rows = sum(job.tokens * job.tiles * p.unit_cols for job in jobs)
+    steps = sum(job.tokens * job.tiles * p.unit_cols for job in jobs)
     return Stimulus(
         inputs={
             "cmd": {"data": [job.descriptor() for job in jobs]},
             "x": {"data": x},
             "w": w,
         },
-        expect={"xq": words, "y": rows},
+        expect={"xq": words, "y": steps},
         status=["nonfinite", "error", "busy_cycles"],
     )
 
@@ -178,3 +178,36 @@ def collect(
     first = min(trace.cycles["x"][0], trace.cycles["w"][0])
     numbers = {"cycles": trace.cycles["y"][-1] - first + 1, **trace.status}
     return {"y": y, "x_q": x_q, "x_scale": x_scale} | {key: np.array(value, np.int64) for key, value in numbers.items()}
+
+
+def expected(
+    p: LinearParameters, jobs: list[JobNumbers], y: np.ndarray, x_q: np.ndarray, x_scale: np.ndarray
+) -> dict[str, dict[str, list[int]]]:
+    """The transfers of the output streams that carry these tensors: the inverse of `collect`."""
+    xq: dict[str, list[int]] = {"data": [], "user": [], "last": []}
+    out: dict[str, list[int]] = {"data": [], "keep": [], "last": []}
+    for job in jobs:
+        rows = slice(job.first_token, job.first_token + job.tokens)
+        for group in range(job.groups):
+            part = x_q[rows, group * p.group : (group + 1) * p.group]
+            part = np.pad(part, ((0, 0), (0, -part.shape[1] % p.rows)))
+            beats = part.shape[1] // p.rows
+            xq["data"] += _to_integers(part.reshape(-1, p.rows).view(np.uint8))
+            xq["user"] += np.repeat(x_scale[rows, group].view(np.uint16), beats).tolist()
+            xq["last"] += ([0] * (beats - 1) + [1]) * job.tokens
+
+        columns = np.pad(y[rows].view(np.uint32), ((0, 0), (0, job.tiles * p.cols - y.shape[1])))
+        kept = np.arange(job.tiles * p.cols) < y.shape[1]
+        out["data"] += _to_integers(_lanes(p, columns).view(np.uint8))
+        nibbles = np.where(_lanes(p, np.tile(kept, (job.tokens, 1))), 15, 0)
+        out["keep"] += [sum(int(keep) << 4 * unit for unit, keep in enumerate(row)) for row in nibbles]
+        out["last"] += [0] * (job.tiles * job.tokens * p.unit_cols - 1) + [1]
+    return {"xq": xq, "y": out}
+
+
+def _lanes(p: LinearParameters, columns: np.ndarray) -> np.ndarray:
+    """Columns [token, tiles * cols] in the order of the output port: [tile, token, step] rows of [unit]."""
+    tokens = columns.shape[0]
+    tiles = columns.reshape(tokens, -1, p.cols)
+    tiles = np.pad(tiles, ((0, 0), (0, 0), (0, p.units * p.unit_cols - p.cols)))
+    return tiles.reshape(tokens, -1, p.units, p.unit_cols).transpose(1, 0, 3, 2).reshape(-1, p.units)
