@@ -135,9 +135,10 @@ class Int8Ratio(wiring.Component):
         shift = register(shift, "shift", cycles=self.DIVISION_CYCLES + 1)
         dividend = Mux(same, Cat(Const(0, 1), dividend), dividend)
         remainder = register(Cat(dividend[self.STEPS :], Const(0, 1)), "remainder")  # in two's complement
-        digits = register(dividend[: self.STEPS], "digits")  # of the dividend; those of the quotient follow
+        digits = register(dividend[: self.STEPS], "digits")  # of the dividend; the signs follow
 
-        # Cycles 3 to 6: subtract from a remainder that is not negative, else add.
+        # Cycles 3 to 6: subtract from a remainder that is not negative, else add. A quotient digit is 1 where the
+        # remainder is not negative; signs are kept instead, straight from the end of the carry chain.
         for cycle in range(self.DIVISION_CYCLES):
             divisor = Cat(self.mantissas[cycle], Const(0, 1))
             for _ in range(self.STEPS_PER_CYCLE):
@@ -152,13 +153,13 @@ class Int8Ratio(wiring.Component):
                     ),
                 ]
                 remainder = next_remainder
-                digits = Cat(~remainder[-1], digits[:-1])
+                digits = Cat(remainder[-1], digits[:-1])
             remainder, digits = register(remainder, "remainder"), register(digits, "digits")
 
         # Cycle 7: shift. A negative remainder lacks one divisor.
         restored = (remainder + self.mantissas[self.DIVISION_CYCLES])[: len(remainder)]
         inexact = Mux(remainder[-1], restored.any(), remainder.any())
-        shifted, lost = shift_right_sticky(m, digits, shift)
+        shifted, lost = shift_right_sticky(m, ~digits, shift)
         shifted, rest = register(shifted, "shifted"), register(inexact | lost, "rest")
 
         # Cycle 8: ties to even; -(k + 1) = ~k.
