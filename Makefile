@@ -19,7 +19,8 @@ help:
 env:
 	@scripts/bootstrap.sh
 
-demo: env
+demo:
+	@scripts/bootstrap.sh demo
 	@$(PYTHON) -m kvant demo --out $(DEMO_OUT)
 
 lint: env

@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Prepare .venv and the system packages that kvant needs; a second run with nothing changed ends at once.
 #
+#   scripts/bootstrap.sh [demo]     "demo" leaves out what only tests, models and synthesis need
+#
 # Exit code 2, with one line saying what to install, where a system package is missing and may not be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 venv=.venv
-stamp=$venv/kvant.stamp
-extras=sim,golden,llm,fpga,docs,dev
+scope=${1:-all}
+case $scope in
+    all) extras=sim,golden,llm,fpga,docs,dev ;;
+    demo) extras=sim,golden ;;
+    *)
+        echo "kvant: error: scope = '$scope': legal is one of all, demo" >&2
+        exit 2
+        ;;
+esac
 
 say() { printf 'kvant: %s\n' "$1" >&2; }
 give_up() {
@@ -75,11 +84,12 @@ fi
 
 # --- the environment --------------------------------------------------------------------------------------------------
 key=$({ cat pyproject.toml scripts/bootstrap.sh; pwd; } | sha256sum | cut -d' ' -f1)
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ] && is_supported "$venv/bin/python"; then
+is_current() { [ -f "$venv/kvant-$1.stamp" ] && [ "$(cat "$venv/kvant-$1.stamp")" = "$key" ]; }
+if { is_current "$scope" || is_current all; } && is_supported "$venv/bin/python"; then
     exit 0
 fi
 
-rm -f "$stamp"
+rm -f "$venv"/kvant-*.stamp
 if ! is_supported "$venv/bin/python"; then
     say "creating $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
@@ -87,5 +97,5 @@ fi
 say "installing Python packages (the first time takes a few minutes)"
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input -e ".[$extras]" </dev/null ||
     give_up "pip could not install the packages of pyproject.toml; its messages are above"
-echo "$key" >"$stamp"
+echo "$key" >"$venv/kvant-$scope.stamp"
 say "environment ready: $venv"

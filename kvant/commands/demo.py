@@ -92,7 +92,9 @@ def register(app: typer.Typer):
 
 
 def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path, console: "Console"):
-    """Run all steps and leave the files in *folder*, which the closing lines call *shown_folder*; progress goes to *console*.
+    """Run all steps and leave the files in *folder*; progress and results go to *console*.
+
+    *shown_folder* is where the files will lie in the end.
 
     Raises
     ------
