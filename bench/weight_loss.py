@@ -4,10 +4,10 @@
     python bench/weight_loss.py smollm2 --calibrate calibration.txt --text test.txt --group 128 --formats mant nf4
 
 `--windows` takes token numbers, one window a row; `--text` cuts a text into windows. Activations stay float32. The loss
-is relative, (perplexity - reference) / reference. `--dither` moves the weights of a model that comes on a 4-bit grid
-(blocks of 32 between their extremes, as GGUF's Q4_1) off that grid by seeded uniform noise of one step, and takes
-the dithered model as the reference: on its own grid such a model flatters formats that happen to share it. The last column is the divergence from the
-reference, in nats per token.
+is relative, (perplexity - reference) / reference; the divergence from the reference is in nats per token. `--dither`
+moves the weights of a model that comes on a 4-bit grid (blocks of 32 between their extremes, as GGUF's Q4_1) off that
+grid by seeded uniform noise of one step, and takes the dithered model as the reference: on its own grid such a model
+flatters formats that happen to share it.
 """
 
 import argparse
