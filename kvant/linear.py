@@ -47,10 +47,16 @@ class LinearBlock:
 
     def facts(self, chosen: Config) -> Mapping[str, Any]:
         """Latency, throughput, stream orders and widths for the manifest."""
+        from kvant.hw.linear.timing import LinearTiming
+
         p = chosen.linear
-        engine = self.build(chosen)
+        timing = LinearTiming(p)
         return {
-            "latency": engine.latencies,
+            "latency": {
+                "last transfer of an activation group to its first xq word": timing.first_word,
+                "last beat of a slot to its first output": timing.output,
+                "least distance of two groups of one output": timing.spacing,
+            },
             "throughput": {
                 "multiply-accumulates per cycle": p.lanes,
                 "activations per cycle": p.x_lanes,

@@ -49,9 +49,6 @@ class ActivationBuffer(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self._quantizer = Int8Quantizer(lanes=p.x_lanes, group=p.group)
-        self.latency = self._quantizer.latency + p.rows // p.x_lanes
-        """Cycles from the last transfer of a group to its first stored word, when nothing is before it."""
         self.capacity = p.activation_words // p.beats
         """Groups that fit."""
         super().__init__(
@@ -75,7 +72,7 @@ class ActivationBuffer(wiring.Component):
     def elaborate(self, platform):
         p = self.p
         m = Module()
-        m.submodules.quantizer = quantizer = self._quantizer
+        m.submodules.quantizer = quantizer = Int8Quantizer(lanes=p.x_lanes, group=p.group)
         # Nothing is read before the cycle after it is written, so no address is read and written at once.
         m.submodules.words = words = memory.Memory(
             shape=8 * p.rows, depth=p.activation_words, init=[], attrs={"no_rw_check": 1}

@@ -50,12 +50,17 @@ class LinearArray(wiring.Component):
         self.p = p
         super().__init__({"beat": In(Beat(p)), "slot": In(Slot(p)), "results": Out(GroupSum(p)).array(p.units)})
 
-    @property
-    def latency(self) -> int:
+    @staticmethod
+    def latency_of(p: LinearParameters) -> int:
         """Cycles from a slot's last beat to the results of each unit's column 0: a last beat at the inputs in cycle c
         gives ``results[u].valid`` in cycle ``c + latency``, or `unit_cols` cycles after the slot before where that is
         later."""
-        return 1 + ProcessingElement.latency_of(self.p) + 1
+        return 1 + ProcessingElement.latency_of(p) + 1
+
+    @property
+    def latency(self) -> int:
+        """As `latency_of`."""
+        return self.latency_of(self.p)
 
     @property
     def _metadata_offsets(self) -> list[int]:

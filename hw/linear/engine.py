@@ -11,6 +11,7 @@ from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.hw.linear.sequencer import Sequencer
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
+from kvant.hw.linear.timing import LinearTiming
 from kvant.hw.linear.weight_buffer import WeightBuffer, weight_input
 
 
@@ -273,13 +274,6 @@ class LinearEngine(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self._array = LinearArray(p)
-        self._accumulators = [GroupAccumulator(p) for _ in range(p.units)]
-        self._activations = ActivationBuffer(p)
-        self._sequencer = Sequencer(
-            p, spacing=self._accumulators[0].loop_latency, groups_stored=self._activations.capacity
-        )
-        self._queue = OutputQueue(p, latency=self.slot_latency)
         super().__init__(
             {
                 "cmd": In(stream.Signature(data.StructLayout({"data": Job()}))),
@@ -294,36 +288,16 @@ class LinearEngine(wiring.Component):
             }
         )
 
-    @property
-    def latencies(self) -> dict[str, int]:
-        """Cycles, by what they lie between."""
-        return {
-            "last transfer of an activation group to its first xq word": self._activations.latency,
-            "last beat of a slot to its first output": self.output_latency,
-            "least distance of two groups of one output": self._sequencer.spacing,
-        }
-
-    @property
-    def output_latency(self) -> int:
-        """Cycles from the issue of a slot's last beat to its first output transfer, the receiver being ready."""
-        return 1 + self._array.latency + self._accumulators[0].latency + 2
-
-    @property
-    def slot_latency(self) -> int:
-        """Cycles from the start of a slot of most beats until its last output is taken by a ready receiver."""
-        p = self.p
-        beats = p.beats * (2 if p.int8_groups else 1)
-        return beats + self.output_latency + p.unit_cols
-
     def elaborate(self, platform):
         p = self.p
         m = Module()
-        m.submodules.job_check = check = JobCheck(p, groups_stored=self._activations.capacity)
-        m.submodules.activations = activations = self._activations
+        timing = LinearTiming(p)
+        m.submodules.activations = activations = ActivationBuffer(p)
+        m.submodules.job_check = check = JobCheck(p, groups_stored=activations.capacity)
         m.submodules.weights = weights = WeightBuffer(p)
-        m.submodules.sequencer = sequencer = self._sequencer
-        m.submodules.array = array = self._array
-        m.submodules.queue = queue = self._queue
+        m.submodules.sequencer = sequencer = Sequencer(p, spacing=timing.spacing, groups_stored=activations.capacity)
+        m.submodules.array = array = LinearArray(p)
+        m.submodules.queue = queue = OutputQueue(p, latency=timing.slot)
 
         wiring.connect(m, wiring.flipped(self.cmd), check.cmd)
         wiring.connect(m, wiring.flipped(self.x), activations.x)
@@ -393,8 +367,8 @@ class LinearEngine(wiring.Component):
         ]
 
         errors = [check.refused]
-        for unit, accumulator in enumerate(self._accumulators):
-            m.submodules[f"accumulator_{unit}"] = accumulator
+        for unit in range(p.units):
+            m.submodules[f"accumulator_{unit}"] = accumulator = GroupAccumulator(p)
             m.d.comb += [
                 accumulator.i.eq(array.results[unit]),
                 queue.units[unit].valid.eq(accumulator.o.valid),

@@ -189,30 +189,35 @@ class Sequencer(wiring.Component):
                             round_word.eq(0),
                         ]
 
-        # Spacing between the rounds: every slot is good for the shortest a slot of the job can be, every cycle
-        # between two rounds for one.
+        # Spacing between the rounds. From a slot's last beat to that of its successor in the next round there are all
+        # slots of a round but one, none shorter than `shortest`, and the beats of the successor itself; cycles between
+        # the rounds add to that.
         shortest = Signal(range(max(p.beats, p.unit_cols) + 1))
-        m.d.comb += shortest.eq(Mux(self.tail_beats > p.unit_cols, self.tail_beats, p.unit_cols))
+        round_end = Signal()
+        m.d.comb += [
+            shortest.eq(Mux(self.tail_beats > p.unit_cols, self.tail_beats, p.unit_cols)),
+            round_end.eq(last_token & loop.last_of_round),
+        ]
         distance = Signal(range(self.spacing + 1))
-        fresh_round = Signal(init=1)
-        grown = distance + Mux(slot_end, shortest, 1)
+        before = Signal.like(distance)
+        between_rounds = Signal(init=1)
+        gain = Mux(slot_end, Mux(round_end, self.tail_beats, shortest), between_rounds & ~start_slot)
+        m.d.comb += before.eq(Mux(start_slot & between_rounds, 0, distance))
         with m.If(self.start):
-            m.d.sync += [fresh_round.eq(1), distance.eq(self.spacing)]
+            m.d.sync += [between_rounds.eq(1), distance.eq(self.spacing)]
         with m.Else():
+            grown = before + gain
+            m.d.sync += distance.eq(Mux(grown > self.spacing, self.spacing, grown))
             with m.If(slot_end):
-                m.d.sync += fresh_round.eq(last_token & loop.last_of_round)
-            with m.If(slot_end | (fresh_round & ~start_slot & ~active)):
-                m.d.sync += distance.eq(Mux(grown > self.spacing, self.spacing, grown))
-            with m.If(start_slot & fresh_round):
-                m.d.sync += distance.eq(Mux(slot_end, Mux(shortest > self.spacing, self.spacing, shortest), 0))
-                with m.If(~slot_end):
-                    m.d.sync += fresh_round.eq(0)
+                m.d.sync += between_rounds.eq(round_end)
+            with m.Elif(start_slot):
+                m.d.sync += between_rounds.eq(0)
         m.d.comb += start_slot.eq(
             ~active
             & ~loop.done
             & self.head_valid
             & word_ready
-            & (~fresh_round | (distance == self.spacing))
+            & (~between_rounds | (distance == self.spacing))
             & (~loop.last_group | self.room)
         )
         return m

@@ -406,13 +406,18 @@ class Int8Quantizer(wiring.Component):
         longest_stay = -(-group // lanes) + GroupMaximum.cycles(lanes) + 4
         self._address_bits = (longest_stay - 1).bit_length()
         self._maximum = GroupMaximum(lanes, Shape(self._address_bits))
-        self.latency = 1 + self._maximum.latency + 2 + GroupDivider.latency + 1
+        self.latency = self.latency_of(lanes)
         super().__init__(
             {
                 "i": In(stream.Signature(quantizer_input(lanes))),
                 "o": Out(stream.Signature(quantizer_output(lanes))),
             }
         )
+
+    @staticmethod
+    def latency_of(lanes: int) -> int:
+        """The latency of a quantiser of so many lanes."""
+        return 1 + GroupMaximum.cycles(lanes) + 2 + GroupDivider.latency + 1
 
     def elaborate(self, platform):
         m = Module()
