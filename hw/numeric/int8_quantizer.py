@@ -1,7 +1,6 @@
 """Quantisation of fp16 streams to INT8 groups: ``scale = fp16(absmax / 127)``, ``q = rne(127 * x / absmax)``, exact.
 
-An fp16 magnitude is 15 bits: exponent and fraction. Read as an integer it orders magnitudes, so the largest of a
-group is found by integer comparisons. Its value is ``mantissa * 2**(exponent - 25)``, a subnormal's exponent being 1.
+Inside, a finite fp16 magnitude is held as `Magnitude`, whose value is ``mantissa * 2**(exponent - 25)``.
 """
 
 from amaranth.hdl import Cat, Const, EnableInserter, Module, Mux, Shape, Signal, Value, signed
@@ -15,10 +14,25 @@ FP16_MAX = 0x7BFF
 """Magnitude of 65504, the largest finite fp16 number."""
 
 
-def unpack(magnitude: Value) -> tuple[Value, Value]:
-    """Exponent (5 bits, 1 .. 30) and mantissa (11 bits) of a finite fp16 magnitude (15 bits)."""
+class Magnitude(data.StructLayout):
+    """Magnitude of a finite fp16 number; all its bits read as one integer order magnitudes.
+
+    Members
+    -------
+    mantissa : 11
+        Fraction and, above it, the hidden bit: 1 for a normal number, 0 for a subnormal one or 0.
+    exponent : 5
+        1 .. 30, that of a subnormal being 1.
+    """
+
+    def __init__(self):
+        super().__init__({"mantissa": FP16_MANTISSA, "exponent": 5})
+
+
+def unpack(magnitude: Value) -> data.View:
+    """`Magnitude` of 15 bits of a finite fp16 number."""
     normal = magnitude[10:15].any()
-    return Cat(magnitude[10] | ~normal, magnitude[11:15]), Cat(magnitude[:10], normal)
+    return data.View(Magnitude(), Cat(magnitude[:10], normal, magnitude[10] | ~normal, magnitude[11:15]))
 
 
 class Int8Scale(wiring.Component):
@@ -36,7 +50,7 @@ class Int8Scale(wiring.Component):
     Members
     -------
     absmax : in
-        Finite fp16 magnitude.
+        A `Magnitude`.
     scale : out
         fp16, never negative. 0 for absmax up to 63 units of the last place of a subnormal.
     """
@@ -44,21 +58,20 @@ class Int8Scale(wiring.Component):
     latency = 2
 
     def __init__(self):
-        super().__init__({"absmax": In(15), "scale": Out(16)})
+        super().__init__({"absmax": In(Magnitude()), "scale": Out(16)})
 
     def elaborate(self, platform):
         m = Module()
         register = Pipeline(m).register
 
         # Cycle 0: quotient a and remainder b of the mantissa, which is 128 * high + low = 127 * high + (high + low).
-        exponent, mantissa = unpack(self.absmax)
-        low, high = mantissa[:7], mantissa[7:]
+        low, high = self.absmax.mantissa[:7], self.absmax.mantissa[7:]
         rest = (low + high)[:8]
         rest_plus_1 = (rest + 1)[:8]
         carry = rest_plus_1[7]  # rest >= 127
         a = register((high + carry)[:5], "a")
         b = register(Mux(carry, rest_plus_1[:7], rest[:7]), "b")
-        exponent = register(exponent, "exponent")
+        exponent = register(self.absmax.exponent, "exponent")
 
         # Cycle 1: a normal result takes 11 digits from the first one of a on, the fourth (a < 16) or the fifth; a
         # subnormal one ends at the place of weight 2**-24, fewer digits further down.
@@ -88,7 +101,7 @@ class Int8Ratio(wiring.Component):
     x : in
         Finite fp16 number, in cycle 0.
     exponent : in
-        Exponent of absmax (see `unpack`), in cycle 2. ``|x| <= absmax``.
+        Exponent of absmax, in cycle 2. ``|x| <= absmax``.
     mantissas : in
         Mantissa of absmax in cycles 3 to 7, as a shared pipeline holds it: element k is read in cycle 3 + k.
     nonzero : in
@@ -119,9 +132,9 @@ class Int8Ratio(wiring.Component):
 
         # Cycle 1: 127 times the mantissa.
         x = register(self.x, "x")
-        x_exponent, x_mantissa = unpack(x[:15])
-        exponent = register(x_exponent, "exponent")
-        dividend = register((Cat(Const(0, 7), x_mantissa) - x_mantissa)[:18], "dividend")
+        magnitude = unpack(x[:15])
+        exponent = register(magnitude.exponent, "exponent")
+        dividend = register((Cat(Const(0, 7), magnitude.mantissa) - magnitude.mantissa)[:18], "dividend")
         sign = register(x[15], "sign", cycles=self.latency - 1)
 
         # Cycle 2: dividend and later shift. A shift by 8 or more (of eight digits) leaves less than a half: q = 0.
@@ -199,7 +212,7 @@ class GroupDivider(wiring.Component):
             {
                 "x": In(data.ArrayLayout(16, lanes)),
                 "last": In(1),
-                "absmax": In(15),
+                "absmax": In(Magnitude()),
                 "nonfinite": In(1),
                 "q": Out(data.ArrayLayout(signed(8), lanes)),
                 "scale": Out(16),
@@ -214,9 +227,8 @@ class GroupDivider(wiring.Component):
         m.submodules.scale = scale = Int8Scale()
         # x and absmax come from memories whose answer is slow: both are registered before anything else.
         x = register(self.x.as_value(), "x")
-        absmax = register(self.absmax, "absmax")  # cycle 3, a lane's cycle 2
-        exponent, mantissa = unpack(absmax)
-        mantissas = []
+        absmax = data.View(Magnitude(), register(self.absmax.as_value(), "absmax"))  # cycle 3, a lane's cycle 2
+        mantissa, mantissas = absmax.mantissa, []
         for _ in range(Int8Ratio.DIVISION_CYCLES + 1):
             mantissa = register(mantissa, "mantissa")
             mantissas.append(mantissa)
@@ -234,7 +246,7 @@ class GroupDivider(wiring.Component):
             m.submodules[f"ratio_{lane}"] = ratio
             m.d.comb += [
                 ratio.x.eq(x.word_select(lane, 16)),
-                ratio.exponent.eq(exponent),
+                ratio.exponent.eq(absmax.exponent),
                 ratio.nonzero.eq(nonzero),
                 self.q[lane].eq(ratio.q),
                 *(port.eq(held) for port, held in zip(ratio.mantissas, mantissas, strict=True)),
@@ -261,7 +273,7 @@ class GroupMaximum(wiring.Component):
     tag : in
         Travels along.
     o_valid, o_tag, absmax, o_nonfinite : out
-        A group's maximum, with the tag of its last transfer.
+        A group's maximum, a `Magnitude`, with the tag of its last transfer.
     """
 
     @staticmethod
@@ -281,7 +293,7 @@ class GroupMaximum(wiring.Component):
                 "tag": In(tag_shape),
                 "o_valid": Out(1),
                 "o_tag": Out(tag_shape),
-                "absmax": Out(15),
+                "absmax": Out(Magnitude()),
                 "o_nonfinite": Out(1),
             }
         )
@@ -291,7 +303,7 @@ class GroupMaximum(wiring.Component):
         register = Pipeline(m).register
 
         def larger(a, b):
-            result = Signal(15, name="larger")
+            result = Signal(Magnitude().size, name="larger")
             m.d.comb += result.eq(Mux(a < b, b, a))
             return result
 
@@ -299,7 +311,7 @@ class GroupMaximum(wiring.Component):
             pairs = [larger(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
             return pairs + values[2 * len(pairs) :]
 
-        values = [self.magnitudes[lane] for lane in range(self.lanes)]
+        values = [unpack(self.magnitudes[lane]).as_value() for lane in range(self.lanes)]
         valid = self.valid
         for _ in range(self.latency):
             values = [register(value, "maximum") for value in level(values)]
@@ -312,7 +324,7 @@ class GroupMaximum(wiring.Component):
 
         # One or two values are left to compare with the largest of the group so far, which is 0 between groups. Three
         # comparisons side by side are faster than two behind each other.
-        running = Signal(15)
+        running = Signal(Magnitude().size)
         running_nonfinite = Signal()
         one, *other = values
         absmax = larger(running, one)
@@ -428,7 +440,7 @@ class Int8Quantizer(wiring.Component):
         # its maximum: no address is read and written in one cycle. Maxima need as many places as words: before a
         # place comes round, each group between has left a word that waits behind the ones in need of the old maximum.
         word_shape = data.StructLayout({"x": data.ArrayLayout(16, lanes), "group": self._address_bits, "last": 1})
-        maximum_shape = data.StructLayout({"absmax": 15, "nonfinite": 1})
+        maximum_shape = data.StructLayout({"absmax": Magnitude(), "nonfinite": 1})
         m.submodules.words = words = memory.Memory(shape=word_shape, depth=depth, init=[], attrs={"no_rw_check": 1})
         m.submodules.maxima = maxima = memory.Memory(
             shape=maximum_shape, depth=depth, init=[], attrs={"no_rw_check": 1}
@@ -505,11 +517,11 @@ class Int8Quantizer(wiring.Component):
         group_read = Signal(self._address_bits, reset_less=True)
         m.d.comb += [
             start.eq(read_address != complete),
-            word_read.en.eq(advance),
+            word_read.en.eq(advance & start),
             word_read.addr.eq(read_address[:-1]),
             divider.x.eq(word_read.data.x),
             divider.last.eq(word_read.data.last),
-            maximum_read.en.eq(advance),
+            maximum_read.en.eq(release),
             maximum_read.addr.eq(group_read),
             divider.absmax.eq(maximum_read.data.absmax),
             divider.nonfinite.eq(maximum_read.data.nonfinite),

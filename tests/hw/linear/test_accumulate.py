@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from amaranth.hdl import ClockDomain, Module, Signal, Value
+from amaranth.lib import memory
 from amaranth.sim import Simulator
 
+from kvant.hw.linear import accumulate
 from kvant.hw.linear.accumulate import GroupAccumulator
 from kvant.hw.linear.layouts import GroupSum, Output
 from kvant.hw.linear.parameters import LinearParameters
@@ -50,7 +52,7 @@ def words(table, layout):
     return [int(word) for word in result]
 
 
-def run(unit, table):
+def run(unit, table, watch=None):
     """Feed one row per cycle, the first in cycle 0, and then as many cycles as the last output needs."""
     p = unit.p
     stimulus = words(table, GroupSum(p)) + [0] * (unit.latency + 2)
@@ -70,6 +72,8 @@ def run(unit, table):
     simulator = Simulator(unit)
     simulator.add_clock(1e-6)
     simulator.add_testbench(bench)
+    if watch is not None:
+        simulator.add_testbench(watch, background=True)
     simulator.run()
     fields = {name: (field.offset, (1 << field.width) - 1) for name, field in Output(p)}
     return Run(
@@ -353,6 +357,30 @@ def test_reset_leaves_no_output_and_no_error_behind():
     simulator.add_testbench(bench)
     simulator.run()
     assert not any(seen)
+
+
+def test_the_memory_is_not_read_and_written_at_one_address_in_one_cycle(monkeypatch):
+    """It is built without collision logic; `loop_latency` keeps reads and writes of an accumulator apart."""
+    memories, collisions = [], []
+
+    class Watched(memory.Memory):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            memories.append(self)
+
+    async def watch(ctx):
+        (read,), (write,) = memories[-1].read_ports, memories[-1].write_ports
+        while True:
+            if ctx.get(read.en) and ctx.get(write.en) and ctx.get(read.addr) == ctx.get(write.addr):
+                collisions.append(ctx.get(read.addr))
+            await ctx.tick()
+
+    monkeypatch.setattr(accumulate.memory, "Memory", Watched)
+    p = LinearParameters()
+    run(GroupAccumulator(p), random_table(np.random.default_rng(SEED), p, outputs=8, groups=12), watch=watch)
+    assert collisions == []
+    run(GroupAccumulator(p), random_table(np.random.default_rng(SEED), p, outputs=7, groups=12), watch=watch)
+    assert collisions != [], "one cycle sooner they meet"
 
 
 class TestSeededFaults:

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from amaranth.hdl import ClockDomain, Const, Module, Signal, Value
-from amaranth.lib import data
+from amaranth.lib import data, memory
 from amaranth.sim import Simulator
 
 from kvant.hw.numeric import floating, int8_quantizer
@@ -88,7 +88,7 @@ class Bench:
         self.results, self.taken, self.given = [], [], []  # output tuples; cycles of input and output transfers
         self.refused = 0  # cycles in which input was offered and not taken
 
-    def run(self, limit=100_000):
+    def run(self, limit=100_000, watch=None):
         unit = self.unit
         m = Module()
         reset = Signal()
@@ -144,6 +144,8 @@ class Bench:
         simulator = Simulator(m)
         simulator.add_clock(1e-6)
         simulator.add_testbench(bench)
+        if watch is not None:
+            simulator.add_testbench(watch, background=True)
         simulator.run()
         return self
 
@@ -210,7 +212,9 @@ def test_every_scale_is_the_exact_quotient_rounded_once():
 
     async def bench(ctx):
         for cycle in range(len(absmax) + unit.latency):
-            ctx.set(unit.absmax, int(absmax[min(cycle, len(absmax) - 1)]))
+            pattern = int(absmax[min(cycle, len(absmax) - 1)])
+            ctx.set(unit.absmax.exponent, max(1, pattern >> 10))
+            ctx.set(unit.absmax.mantissa, pattern & 1023 | (pattern >= 1024) << 10)
             if cycle >= unit.latency:
                 scales.append(ctx.get(unit.scale))
             await ctx.tick()
@@ -365,6 +369,36 @@ def test_reset_in_the_middle_equals_a_cold_start(cycle):
 def test_parameters_that_are_not_legal_are_refused(name, value):
     with pytest.raises(ParameterError, match=rf"^{name} = {value}: legal is an integer from 1$"):
         Int8Quantizer(**{"lanes": 4, "group": 16, name: value})
+
+
+def test_no_memory_is_read_and_written_at_one_address_in_one_cycle(monkeypatch):
+    """The memories are built without collision logic."""
+    memories = []
+
+    class Watched(memory.Memory):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            memories.append(self)
+
+    monkeypatch.setattr(int8_quantizer.memory, "Memory", Watched)
+    rng = np.random.default_rng(SEED)
+    coin = np.random.default_rng(SEED + 2)
+    words, results = transfers(random_groups(rng, 60, 12), 4, rng)
+    unit = Int8Quantizer(4, 12)
+    bench = Bench(unit, words, accept=(bool(coin.random() < 0.6) for _ in itertools.count()))
+    collisions = []
+
+    async def watch(ctx):
+        reads_and_writes = [(*block.read_ports, *block.write_ports) for block in memories]
+        assert len(reads_and_writes) == 2
+        while True:
+            for read, write in reads_and_writes:
+                if ctx.get(read.en) and ctx.get(write.en) and ctx.get(read.addr) == ctx.get(write.addr):
+                    collisions.append(ctx.get(read.addr))
+            await ctx.tick()
+
+    assert bench.run(watch=watch).results == results
+    assert collisions == []
 
 
 class TestSeededFaults:
