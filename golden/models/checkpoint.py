@@ -40,6 +40,8 @@ _GGUF_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_NO_VALUES = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")
+"""Safetensors types whose numbers mean nothing without a scale elsewhere, or are no weights at all."""
 _TRANSPOSED_FAMILIES = ("gpt2", "openai-gpt")  # weights stored [K, N]: groups would run the wrong way
 
 
@@ -55,8 +57,6 @@ class TensorInfo:
         Shape of the float32 values; a linear weight is [N outputs, K inputs].
     stored : str
         Type in the file: ``F16``, ``Q4_1``, ``GPTQ 4-bit``, ...
-    role : str
-        ``linear``, ``embedding``, ``head`` (the output projection), ``norm`` or ``other``.
     source : str
         Name in the file.
     """
@@ -64,19 +64,21 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]
     stored: str
-    role: str
     source: str
 
-
-def _role(name: str, shape: tuple[int, ...]) -> str:
-    lower = name.lower()
-    if "norm" in lower or re.search(r"\bln_?\w*\.", lower):
-        return "norm"
-    if re.search(r"embed|embd|\bwte\b|\bwpe\b", lower):
-        return "embedding"
-    if len(shape) != 2 or not name.endswith(".weight"):
-        return "other"
-    return "head" if name in ("lm_head.weight", "output.weight") else "linear"
+    @property
+    def role(self) -> str:
+        """``linear``, ``embedding``, ``head`` (the output projection), ``norm`` or ``other``."""
+        lower = self.name.lower()
+        if self.stored in _NO_VALUES:
+            return "other"
+        if "norm" in lower or re.search(r"\bln_?\w*\.", lower):
+            return "norm"
+        if re.search(r"embed|embd|\bwte\b|\bwpe\b", lower):
+            return "embedding"
+        if len(self.shape) != 2 or not self.name.endswith(".weight"):
+            return "other"
+        return "head" if self.name in ("lm_head.weight", "output.weight") else "linear"
 
 
 class Checkpoint:
@@ -259,13 +261,11 @@ def _open_safetensors(path: Path, files: list[Path], kind: str) -> Checkpoint:
 
     quantised = int4_formats.find(shapes, (config or {}).get("quantization_config") or {})
     parts = {part for matrix in quantised.values() for part in matrix.parts}
-    tensors = [
-        TensorInfo(name, shape, types[name], _role(name, shape), name)
-        for name, shape in shapes.items()
-        if name not in parts
-    ]
+    tensors = [TensorInfo(name, shape, types[name], name) for name, shape in shapes.items() if name not in parts]
     tensors += [
-        TensorInfo(name, matrix.shape, matrix.stored, _role(name, matrix.shape), f"{matrix.base}.qweight")
+        TensorInfo(
+            name, matrix.shape, matrix.stored, _role(name, matrix.shape, matrix.stored), f"{matrix.base}.qweight"
+        )
         for name, matrix in quantised.items()
     ]
 
@@ -323,7 +323,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     for tensor in reader.tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))  # GGUF lists the fastest dimension first
         name = _hugging_face_name(tensor.name)
-        tensors.append(TensorInfo(name, shape, tensor.tensor_type.name, _role(name, shape), tensor.name))
+        tensors.append(TensorInfo(name, shape, tensor.tensor_type.name, tensor.name))
     architecture = metadata.get("general.architecture")
 
     def read(info: TensorInfo) -> torch.Tensor:

@@ -91,6 +91,12 @@ def from_hugging_face(config: dict) -> ModelConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ModelError(f"rope_type = {kind!r}: the forward knows default and llama3")
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"hidden_act = {activation!r}: the forward knows silu")
+    context = int(config.get("max_position_embeddings", 2048))
+    if config.get("use_sliding_window", True) and config.get("sliding_window"):
+        context = min(context, int(config["sliding_window"]))  # up to there, all keys are seen
     try:
         scaling = None
         if kind == "llama3":
@@ -113,7 +119,7 @@ def from_hugging_face(config: dict) -> ModelConfig:
             norm_epsilon=float(config["rms_norm_eps"]),
             rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
             rope_scaling=scaling,
-            context=int(config.get("max_position_embeddings", 2048)),
+            context=context,
         )
     except KeyError as missing:
         raise ModelError(f"config.json: entry {missing} is missing") from None

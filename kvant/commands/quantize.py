@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -94,7 +94,7 @@ class TensorReport:
     resumed: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Workspace:
     """Side folder of a run: finished tensors, kept when the run is interrupted.
 
@@ -108,7 +108,6 @@ class Workspace:
 
     folder: Path
     job: dict
-    _finished: set[str] = field(default_factory=set)
 
     def __post_init__(self):
         stamp = self.folder / "job.json"

@@ -178,6 +178,7 @@ def test_unknown_architecture_can_be_listed_but_not_run(tmp_path):
     [
         ({"num_key_value_heads": 4}, "heads = 6: must be a multiple of kv_heads = 4"),
         ({"head_dim": 7}, "head_dim = 7"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ],
 )
@@ -185,6 +186,19 @@ def test_configuration_that_the_forward_cannot_honour_is_refused(tmp_path, chang
     checkpoint = open_model(write_folder(tmp_path, {"x.weight": torch.ones(4, 12)}, CONFIG | change))
     with pytest.raises(ModelError, match=re.escape(words)):
         _ = checkpoint.config
+
+
+def test_sliding_window_limits_the_context(tmp_path):
+    x = {"x.weight": torch.ones(4, 12)}
+    assert open_model(write_folder(tmp_path / "a", x, CONFIG | {"sliding_window": 50})).config.context == 50
+    off = CONFIG | {"sliding_window": 50, "use_sliding_window": False}
+    assert open_model(write_folder(tmp_path / "b", x, off)).config.context == CONFIG["max_position_embeddings"]
+
+
+def test_integers_of_a_packing_we_do_not_know_are_no_linear_weights(tmp_path):
+    tensors = {"a.weight": torch.ones(8, 4, dtype=torch.uint8), "b.weight": torch.ones(8, 4).to(torch.float8_e4m3fn)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    assert open_model(tmp_path / "m.safetensors").linear_weights == []
 
 
 def test_missing_configuration_entry_is_named(tmp_path):
