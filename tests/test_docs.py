@@ -1,13 +1,15 @@
 """The documentation: builds without a warning, and says what the code says."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from kvant import reference
+from kvant import cli, reference
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +31,22 @@ def test_links_of_the_readme_to_files_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", readme):
         if "://" not in target:
             assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/configuration.md"])
+def test_command_lines_name_commands_and_options_that_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ (?:\. \S+ && )?kvant (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
+    assert lines
+    for line in lines:
+        command = typer.main.get_command(cli.build_app())
+        words = shlex.split(line)
+        while words and hasattr(command, "commands"):
+            assert words[0] in command.commands, f"{page}: kvant {line}"
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
+        given = {word for word in words if word.startswith("-")}
+        assert given <= options, f"{page}: kvant {line}"
 
 
 def test_every_package_with_code_is_declared():
