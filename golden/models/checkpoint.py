@@ -263,10 +263,7 @@ def _open_safetensors(path: Path, files: list[Path], kind: str) -> Checkpoint:
     parts = {part for matrix in quantised.values() for part in matrix.parts}
     tensors = [TensorInfo(name, shape, types[name], name) for name, shape in shapes.items() if name not in parts]
     tensors += [
-        TensorInfo(
-            name, matrix.shape, matrix.stored, _role(name, matrix.shape, matrix.stored), f"{matrix.base}.qweight"
-        )
-        for name, matrix in quantised.items()
+        TensorInfo(name, matrix.shape, matrix.stored, f"{matrix.base}.qweight") for name, matrix in quantised.items()
     ]
 
     def read(info: TensorInfo) -> torch.Tensor:
