@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from amaranth.hdl import ClockDomain
+from amaranth.hdl import ClockDomain, Fragment
 from amaranth.lib import wiring
 
 import kvant.hw
@@ -99,7 +99,12 @@ def simulate(
         if edit_verilog is not None:
             raise ParameterError("edit_verilog: Amaranth's simulator does not run Verilog")
         top = FlatTop(component_factory(), domain=ClockDomain("sync"))
-        return play(top, plan_for(top.streams, top.ports), waves)
+        try:
+            plan = plan_for(top.streams, top.ports)
+        except ParameterError:
+            Fragment.get(top, None)  # Amaranth warns of components that are made and not elaborated
+            raise
+        return play(top, plan, waves)
     design = _design(component_factory, name, design_key)
     verilog = design.verilog if edit_verilog is None else edit_verilog(design.verilog)
     return run_verilog(verilog, design.name, plan_for(design.streams, design.ports), simulator, waves)

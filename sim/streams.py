@@ -287,12 +287,14 @@ class Player:
         try:
             if self._cycle >= 0:
                 return self._sample_run()
-            for stream in (*self._sources, *self._sinks):  # known from the first cycle of reset on
+            for stream in (*self._sinks, *self._sources):  # known from the first cycle of reset on
                 port = stream.ready if isinstance(stream, _Source) else stream.valid
                 if port:
                     self._read(port)
         except UnknownValueError as error:
-            raise SimulationError(f"signal {error.port} is unknown ({error.bits}) {self._when()}") from None
+            unknown = sum(bit not in "01" for bit in error.bits)
+            text = f"signal {error.port} is unknown ({unknown} of {len(error.bits)} bits) {self._when()}"
+            raise SimulationError(text) from None
         return False
 
     def _sample_run(self) -> bool:
