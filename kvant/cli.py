@@ -5,6 +5,7 @@ import os
 import pkgutil
 import re
 import sys
+import warnings
 from typing import Annotated, NoReturn
 
 import typer
@@ -113,7 +114,7 @@ def _missing_module(error: ModuleNotFoundError) -> str | None:
     extra = OPTIONAL_MODULES.get((error.name or "").partition(".")[0])
     if extra is None:
         return None
-    return f"{error.name}: not installed, this command needs it: pip install 'kvant[{extra}]' (see kvant doctor)"
+    return f"{error.name}: not installed; pip install -e '.[{extra}]' in kvant's folder brings it (see kvant doctor)"
 
 
 def _fail(text: str, code: int) -> NoReturn:
@@ -129,6 +130,8 @@ def _quiet_exit_on_closed_pipe() -> NoReturn:
 
 def main() -> NoReturn:
     """Entry point of the program ``kvant``: exit code 0, 1 (comparison failed), 2 (bad input) or 130 (Ctrl-C)."""
+    # Amaranth warns of hardware that was made and not converted, which an error in between leaves behind.
+    warnings.filterwarnings("ignore", message=".* created but never used")
     try:
         code = build_app()(standalone_mode=False, prog_name="kvant")
         sys.stdout.flush()

@@ -94,7 +94,7 @@ def test_missing_file_is_named(run_raising):
 
 def test_absent_extra_is_named(run_raising):
     _, _, err = run_raising(ModuleNotFoundError("No module named 'gguf'", name="gguf"))
-    assert "gguf" in err and "kvant[llm]" in err
+    assert "gguf" in err and ".[llm]" in err
 
 
 def test_defect_is_told_apart_from_bad_input_and_shows_no_traceback(run_raising):
@@ -111,6 +111,29 @@ def test_defect_shows_its_traceback_on_request(run_raising, monkeypatch):
 
 def test_interrupt_ends_with_130_and_one_line(run_raising):
     assert run_raising(KeyboardInterrupt()) == (130, "", "kvant: interrupted\n")
+
+
+def test_error_amid_the_making_of_hardware_leaves_one_line():
+    program = """
+import sys
+import typer
+from amaranth.hdl import Elaboratable
+from kvant import cli
+from kvant.errors import InputError
+class Half(Elaboratable):
+    def elaborate(self, platform):
+        raise NotImplementedError
+app = typer.Typer()
+@app.command()
+def command():
+    half = Half()
+    raise InputError("rows = 0")
+cli.build_app = lambda: app
+sys.argv = ["kvant"]
+cli.main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "kvant: error: rows = 0\n")
 
 
 def test_closed_pipe_is_no_error():
