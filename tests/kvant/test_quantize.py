@@ -5,21 +5,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from int4_packers import pack_awq, pack_gptq, random_matrix
 from safetensors.torch import load_file, save_file
+from tiny_models import CONFIG, random_tensors, write_folder, write_gguf
 
 from kvant import cli, packed
 from kvant.commands import quantize as command
 from kvant.errors import InputError
 from kvant.golden.linear.search import quantize_weights
 from kvant.golden.models.checkpoint import open_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "golden" / "models"))
-from test_int4_formats import pack_awq, pack_gptq, random_matrix
-from tiny_models import CONFIG, random_tensors, write_folder, write_gguf
 
 TEXT = "the quick brown fox jumps over the lazy dog, 31 times a day; the other the sleeps. " * 20
 DOWN = "model.layers.1.mlp.down_proj.weight"

@@ -1,14 +1,9 @@
 """Fixtures: a tiny random model in two file formats, and the real one where it has been fetched."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from tiny_models import random_tensors, write_folder, write_gguf
 
 from kvant.golden.models import fetch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_models import random_tensors, write_folder, write_gguf
 
 
 @pytest.fixture(scope="session")
