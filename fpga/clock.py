@@ -97,7 +97,9 @@ def _checked(best, source: float, wanted: float, span: str) -> Pll:
 
 
 class ClockGenerator(Elaboratable):
-    """Drives the domain ``sync`` from the board's default clock, and holds it in reset after configuration.
+    """Drives the clock of the domain ``sync`` from the board's default clock, and its reset after configuration.
+
+    The domain itself is the caller's.
 
     Parameters
     ----------
@@ -133,7 +135,6 @@ class ClockGenerator(Elaboratable):
 
     def elaborate(self, platform):
         m = Module()
-        m.domains.sync = ClockDomain()
         locked = Signal()
         clock = Signal(name="core_clk")
         oscillator = platform.default_clk.startswith(("SB_", "OSC"))

@@ -1,7 +1,7 @@
 """FPGA devices that the flow knows, by the names of ``--device``, and what place and route calls them."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvant.fpga.errors import TargetError
 
@@ -16,6 +16,8 @@ class Device:
     ----------
     name : str
         Name in reports.
+    part : str
+        Manufacturer's name, as amaranth-boards spells it.
     family : str
         ``ecp5`` or ``ice40``.
     option : str
@@ -29,6 +31,7 @@ class Device:
     """
 
     name: str
+    part: str
     family: str
     option: str
     package: str
@@ -47,15 +50,16 @@ class Device:
             raise TargetError(f"speed = {speed}: {self.name} has one speed grade only; legal for ecp5-*: 6, 7, 8")
         if speed not in {"6", "7", "8"}:
             raise TargetError(f"speed = {speed}: legal is 6, 7 or 8")
-        return Device(self.name, self.family, self.option, self.package, speed, self.default_mhz)
+        return replace(self, speed=speed)
 
 
 def _ecp5(size: str, package: str = "CABGA381") -> Device:
-    return Device(f"ecp5-{size}", "ecp5", f"--{size}", package, "6", 100.0)
+    part = f"LFE5U-{size.removesuffix('k')}F"
+    return Device(f"ecp5-{size}", part, "ecp5", f"--{size}", package, "6", 100.0)
 
 
 def _ice40(kind: str, package: str, mhz: float) -> Device:
-    return Device(f"ice40-{kind}", "ice40", f"--{kind}", package, None, mhz)
+    return Device(f"ice40-{kind}", f"iCE40{kind.upper()}", "ice40", f"--{kind}", package, None, mhz)
 
 
 DEVICES: dict[str, Device] = {
@@ -132,11 +136,10 @@ def device_of_platform(platform, default_mhz: float) -> Device:
     part = platform.device
     if part in _NEXTPNR_ECP5:
         option, package = _NEXTPNR_ECP5[part], _PACKAGES_ECP5[platform.package]
-        return Device(
-            f"{part}-{platform.speed}{platform.package}", "ecp5", option, package, platform.speed, default_mhz
-        )
+        name = f"{part}-{platform.speed}{platform.package}"
+        return Device(name, part, "ecp5", option, package, platform.speed, default_mhz)
     if part in _NEXTPNR_ICE40:
         option, suffix = _NEXTPNR_ICE40[part]
         package = platform.package.lower() + suffix
-        return Device(f"{part}-{platform.package}", "ice40", option, package, None, default_mhz)
+        return Device(f"{part}-{platform.package}", part, "ice40", option, package, None, default_mhz)
     raise TargetError(f"device = {part!r}: not supported; legal are ECP5 and iCE40 devices")

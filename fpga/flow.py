@@ -371,9 +371,13 @@ def write_products(build: Build, folder: Path, stem: str) -> list[Path]:
     for suffix, content in contents.items():
         final = folder / (stem + suffix)
         handle, temporary = tempfile.mkstemp(prefix=f".{final.name}-", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(final)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(final)
+        except BaseException:
+            Path(temporary).unlink()
+            raise
         written.append(final)
     return written

@@ -1,6 +1,6 @@
 """A board that multiplies: the linear path behind the board's serial port."""
 
-from amaranth.hdl import Elaboratable, Module, Signal
+from amaranth.hdl import ClockDomain, Elaboratable, Module, Signal
 from amaranth.lib.cdc import FFSynchronizer
 
 from kvant.fpga.boards import Board, buffer, device_of, make_platform, request_leds, request_uart
@@ -66,6 +66,7 @@ class BoardTop(Elaboratable):
 
     def elaborate(self, platform):
         m = Module()
+        m.domains.sync = ClockDomain()
         m.submodules.clock = self.clock
         m.submodules.bridge = bridge = SerialBridge(self.component, divisor=self.divisor, held=self.held)
         receive, transmit = request_uart(platform, self.board)

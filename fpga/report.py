@@ -177,19 +177,15 @@ def netlist_cells(stat: dict) -> dict[str, int]:
 
 _MAPPED = re.compile(r"^mapping memory (\S+) via (\S+)$", re.MULTILINE)
 _FLIP_FLOPS = re.compile(r"^using FF mapping for memory (\S+)$", re.MULTILINE)
-_KINDS = {
-    "$__ECP5_DP16KD_": "block RAM (DP16KD)",
-    "$__ECP5_PDPW16KD_": "block RAM (DP16KD)",
-    "$__ICE40_RAM4K_": "block RAM (4 kbit)",
-    "$__ICE40_SPRAM_": "SPRAM (256 kbit)",
-}
+_KINDS = (("DPR", "LUT RAM"), ("SPRAM", "SPRAM"), ("16KD", "block RAM"), ("RAM4K", "block RAM"))
+"""What the name of a memory primitive stands for: first match wins."""
 
 
 def memories(log: str) -> tuple[Memory, ...]:
     """Every memory and its mapping, from the log of Yosys."""
     found = {}
     for name, kind in _MAPPED.findall(log):
-        found[name] = _KINDS.get(kind, "block RAM" if "16KD" in kind else "LUT RAM" if "DPR" in kind else kind)
+        found[name] = next((what for part, what in _KINDS if part in kind), kind)
     for name in _FLIP_FLOPS.findall(log):
         found[name] = "flip-flops"
     return tuple(Memory(name, kind) for name, kind in sorted(found.items()))
@@ -243,6 +239,7 @@ def critical_path(report: dict, net: str) -> tuple[PathStep, ...]:
             return tuple(
                 PathStep(step["type"], f"{step['from']['cell']}.{step['from']['port']}", round(step["delay"], 3))
                 for step in path["path"]
+                if step["delay"] > 0
             )
     return ()
 

@@ -1,52 +1,15 @@
 import random
 
 import pytest
-from amaranth.hdl import Module, Signal
-from amaranth.lib import data, stream, wiring
+from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
-from serial import talk
+from serial_host import talk
+from served_components import Adder
 
 from kvant.fpga.bridge import SerialBridge
 from kvant.fpga.link import ACKNOWLEDGE, STATUS_REPLY, Host, Layout, LinkError
 
-
-class Adder(wiring.Component):
-    """Stand-in with every kind of port: sums of `a` and a held offset, a copy of `b`, a plain input and outputs."""
-
-    def __init__(self, *, pace=1):
-        self.pace = pace
-        super().__init__(
-            {
-                "a": In(stream.Signature(data.StructLayout({"data": 12, "user": 20}))),
-                "b": In(stream.Signature(3)),
-                "gain": In(4),
-                "sum": Out(stream.Signature(data.StructLayout({"data": 24, "last": 1}))),
-                "copy": Out(stream.Signature(3)),
-                "busy": Out(1),
-                "count": Out(11),
-            }
-        )
-
-    def elaborate(self, platform):
-        m = Module()
-        wait = Signal(range(self.pace + 1))
-        go = Signal()
-        m.d.comb += go.eq(wait == 0)
-        m.d.sync += wait.eq(wait - ~go)
-        with m.If(self.a.valid & self.a.ready):
-            m.d.sync += [wait.eq(self.pace), self.count.eq(self.count + 1)]
-        a, b = self.a.payload, self.b.payload
-        m.d.comb += [
-            self.sum.valid.eq(self.a.valid & go),
-            self.a.ready.eq(self.sum.ready & go),
-            self.sum.payload.data.eq(a.data + a.user + self.gain),
-            self.sum.payload.last.eq(a.data == 0xFFF),
-            self.copy.valid.eq(self.b.valid),
-            self.b.ready.eq(self.copy.ready),
-            self.copy.payload.eq(b),
-            self.busy.eq(~go),
-        ]
-        return m
+pytestmark = pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
 
 
 def adder_bridge(pace=1, divisor=4):
