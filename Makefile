@@ -28,7 +28,7 @@ lint: env
 	@$(PYTHON) -m ruff format --check .
 
 docs: env
-	@$(PYTHON) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@$(PYTHON) -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 	@echo "documentation: docs/_build/html/index.html"
 
 reference: env

@@ -84,7 +84,7 @@ def one_line(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     else:
         text = str(error)
-    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", text).strip().replace("Value error, ", "")  # what pydantic says before a reason
     return text or type(error).__name__
 
 
