@@ -11,6 +11,9 @@ from kvant.fpga.errors import TargetError
 SAME = 1e-6
 """Relative difference below which a requested clock is the board's own."""
 
+CLOCK = "core_clk"
+"""Name of the clock's net, which reports look for."""
+
 RESET_SECONDS = 20e-6
 """Time in reset after configuration: iCE40 block RAMs read zeros in the first microseconds."""
 
@@ -136,7 +139,7 @@ class ClockGenerator(Elaboratable):
     def elaborate(self, platform):
         m = Module()
         locked = Signal()
-        clock = Signal(name="core_clk")
+        clock = Signal(name=CLOCK, attrs={"keep": 1})
         oscillator = platform.default_clk.startswith(("SB_", "OSC"))
         if self.pll is None:
             m.d.comb += [clock.eq(self._source(m, platform)), locked.eq(1)]

@@ -47,7 +47,8 @@ class Design:
     constraints : str
         Pins and clocks, in the language of the family (LPF or PCF).
     clocks : dict
-        Clock net -> MHz: what every clock must turn out to have been held to.
+        Clock -> MHz: what every clock must turn out to have been held to. The name is that of its net in the design, at
+        any depth of the hierarchy.
     device : Device
         What it is built for.
     target : str
@@ -228,6 +229,7 @@ class Flow:
         design = self.design
         return reports.parse(
             (routed / "report.json").read_text(encoding="utf-8"),
+            (netlist / "top.json").read_text(encoding="utf-8"),
             (netlist / "stat.json").read_text(encoding="utf-8"),
             (netlist / "yosys.log").read_text(encoding="utf-8"),
             device=design.device,

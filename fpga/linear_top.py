@@ -5,7 +5,7 @@ from amaranth.lib.cdc import FFSynchronizer
 
 from kvant.fpga.boards import Board, buffer, device_of, make_platform, request_leds, request_uart
 from kvant.fpga.bridge import SerialBridge
-from kvant.fpga.clock import ClockGenerator
+from kvant.fpga.clock import CLOCK, ClockGenerator
 from kvant.fpga.flow import Design
 from kvant.fpga.link import Layout
 from kvant.fpga.uart import divisor
@@ -107,7 +107,7 @@ def board_design(
         name=name,
         rtlil=rtlil.decode() if isinstance(rtlil, bytes) else rtlil,
         constraints=constraints,
-        clocks={"core_clk": top.clock.frequency / 1e6},
+        clocks={CLOCK: top.clock.frequency / 1e6},
         device=device,
         target=board.name,
         parameters=parameters or {},

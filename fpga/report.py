@@ -27,8 +27,9 @@ class Resource:
 
 @dataclass(frozen=True)
 class Clock:
-    """One clock: what it reached, and what it had to reach, in MHz."""
+    """One clock: its name in the design, its net in the tools' reports, what it reached and had to reach, in MHz."""
 
+    name: str
     net: str
     achieved: float
     constraint: float
@@ -191,7 +192,34 @@ def memories(log: str) -> tuple[Memory, ...]:
     return tuple(Memory(name, kind) for name, kind in sorted(found.items()))
 
 
-def clocks(fmax: dict, expected: dict[str, float]) -> tuple[Clock, ...]:
+def net_aliases(netlist: dict, name: str) -> frozenset[str]:
+    """All names of the net called *name* in Yosys' JSON netlist: tools report it under any of them.
+
+    A hierarchical name matches when it ends in ``.name``.
+
+    Raises
+    ------
+    ConstraintError
+        If there is no such net.
+    """
+    nets = netlist["modules"]["top"]["netnames"]
+    bits = [net["bits"] for full, net in nets.items() if full == name or full.endswith("." + name)]
+    if not bits:
+        raise ConstraintError(f"clock {name}: the netlist has no net of that name")
+    return frozenset(full for full, net in nets.items() if net["bits"] == bits[0])
+
+
+_DECORATION = re.compile(r"^\$glbnet\$|\$TRELLIS_IO_IN$|\$SB_IO_IN(_\$glb_clk)?$|_\$glb_clk$")
+
+
+def undecorated(net: str) -> str:
+    """The name of a net without what nextpnr adds to it when it inserts pads and promotes it to a global net."""
+    while (plain := _DECORATION.sub("", net)) != net:
+        net = plain
+    return net
+
+
+def clocks(fmax: dict, expected: dict[str, tuple[float, frozenset[str]]]) -> tuple[Clock, ...]:
     """Every clock, checked to have been held to its own constraint.
 
     Parameters
@@ -199,36 +227,31 @@ def clocks(fmax: dict, expected: dict[str, float]) -> tuple[Clock, ...]:
     fmax : dict
         ``fmax`` of nextpnr's report: net -> {achieved, constraint} in MHz.
     expected : dict
-        Clock net, as named in the design, -> MHz. nextpnr decorates the names (``$glbnet$clk``).
+        Clock -> (MHz, names of its net).
 
     Raises
     ------
     ConstraintError
         If an expected clock is missing, or any clock was held to another frequency than the one asked for
-        (nextpnr takes its default of 12 MHz for a clock it finds no constraint for).
+        (nextpnr takes a default for a clock it finds no constraint for).
     """
     result = []
     missing = dict(expected)
     for net, value in sorted(fmax.items()):
-        wanted = [mhz for name, mhz in expected.items() if name in net]
-        if not wanted:
+        held = value["constraint"]
+        name = next((name for name, (_, names) in expected.items() if undecorated(net) in names), None)
+        if name is None:
+            raise ConstraintError(f"clock {net}: has no constraint, it was held to the default of {held:.6g} MHz")
+        mhz = expected[name][0]
+        if abs(held / mhz - 1) > TOLERANCE:
             raise ConstraintError(
-                f"clock {net}: has no constraint, it was held to the default of {value['constraint']:.6g} MHz"
+                f"clock {name}: held to {held:.6g} MHz instead of {mhz:.6g} MHz: the constraint was ignored"
             )
-        if not any(abs(value["constraint"] / mhz - 1) < TOLERANCE for mhz in wanted):
-            raise ConstraintError(
-                f"clock {net}: held to {value['constraint']:.6g} MHz instead of {wanted[0]:.6g} MHz: "
-                "the constraint was ignored"
-            )
-        for name in expected:
-            if name in net:
-                missing.pop(name, None)
-        result.append(Clock(net, round(value["achieved"], 3), round(value["constraint"], 3)))
+        missing.pop(name, None)
+        result.append(Clock(name, net, round(value["achieved"], 3), round(held, 3)))
     if missing:
-        name, mhz = next(iter(missing.items()))
-        raise ConstraintError(
-            f"clock {name}: constrained to {mhz:.6g} MHz, but no register of the design runs on a net of that name"
-        )
+        name, (mhz, _) = next(iter(missing.items()))
+        raise ConstraintError(f"clock {name}: constrained to {mhz:.6g} MHz, but no register of the design runs on it")
     return tuple(result)
 
 
@@ -246,6 +269,7 @@ def critical_path(report: dict, net: str) -> tuple[PathStep, ...]:
 
 def parse(
     nextpnr: str,
+    netlist: str,
     stat: str,
     yosys_log: str,
     *,
@@ -257,15 +281,16 @@ def parse(
     harness: dict,
     parameters: dict,
 ) -> Report:
-    """Report from the JSON texts of nextpnr and Yosys.
+    """Report from the JSON texts of nextpnr (report) and Yosys (netlist, ``stat``) and the log of Yosys.
 
     Raises
     ------
     ConstraintError
-        See `clocks`.
+        See `net_aliases` and `clocks`.
     """
     raw = json.loads(nextpnr)
-    found = clocks(raw["fmax"], expected)
+    nets = json.loads(netlist)
+    found = clocks(raw["fmax"], {name: (mhz, net_aliases(nets, name)) for name, mhz in expected.items()})
     worst = min(found, key=lambda clock: clock.achieved / clock.constraint)
     return Report(
         design=design,

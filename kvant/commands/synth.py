@@ -214,7 +214,7 @@ def _show(console: "Console", report: "Report", every: "list[Report]"):
         timing.add_column(heading, justify="right")
     for clock in report.clocks:
         verdict = "pass" if clock.met else "FAIL"
-        timing.add_row(clock.net, f"{clock.achieved:.2f}", f"{clock.constraint:.2f}", verdict)
+        timing.add_row(clock.name, f"{clock.achieved:.2f}", f"{clock.constraint:.2f}", verdict)
     console.print(timing)
     if len(every) > 1:
         console.print("  ".join(f"seed {r.seed}: {min(c.achieved for c in r.clocks):.2f} MHz" for r in every))
@@ -229,7 +229,7 @@ def _show(console: "Console", report: "Report", every: "list[Report]"):
 def _timing_failure(report: "Report") -> str:
     clock = min(report.clocks, key=lambda clock: clock.achieved / clock.constraint)
     return (
-        f"clock {clock.net}: {clock.achieved:.2f} MHz reached, {clock.constraint:.2f} MHz required; nothing was "
+        f"clock {clock.name}: {clock.achieved:.2f} MHz reached, {clock.constraint:.2f} MHz required; nothing was "
         "written. Try --seeds 1,2,3, a lower --freq, fewer rows or cols, or --allow-fail-timing"
     )
 

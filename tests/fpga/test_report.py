@@ -6,7 +6,10 @@ from kvant.fpga import report
 from kvant.fpga.devices import find_device
 from kvant.fpga.errors import ConstraintError
 
-FMAX = {"$glbnet$core_clk": {"achieved": 87.5, "constraint": 100.0}}
+FMAX = {"$glbnet$bridge.clk": {"achieved": 87.5, "constraint": 100.0}}
+NETS = {"clock.core_clk": [7], "bridge.clk": [7], "bridge.rst": [8], "not_core_clk": [9]}
+NETLIST = {"modules": {"top": {"netnames": {name: {"bits": bits} for name, bits in NETS.items()}}}}
+CORE = {"core_clk": (100.0, frozenset({"clock.core_clk", "bridge.clk"}))}
 ECP5 = {
     "TRELLIS_COMB": {"used": 100, "available": 24288},
     "TRELLIS_FF": {"used": 50, "available": 24288},
@@ -38,24 +41,37 @@ def test_ice40_rows_count_every_kind_of_flip_flop():
 
 
 def test_a_clock_is_judged_by_its_own_constraint():
-    (clock,) = report.clocks(FMAX, {"core_clk": 100.0})
+    (clock,) = report.clocks(FMAX, CORE)
     assert (clock.achieved, clock.constraint, clock.met) == (87.5, 100.0, False)
-    assert report.Clock("a", 100.0, 100.0).met
+    assert report.Clock("a", "a", 100.0, 100.0).met
 
 
 def test_a_clock_held_to_another_frequency_is_an_error():
     with pytest.raises(ConstraintError, match="held to 12 MHz instead of 100 MHz: the constraint was ignored"):
-        report.clocks({"core_clk": {"achieved": 87.5, "constraint": 12.0}}, {"core_clk": 100.0})
+        report.clocks({"bridge.clk": {"achieved": 87.5, "constraint": 12.0}}, CORE)
 
 
 def test_a_clock_without_constraint_is_an_error():
     with pytest.raises(ConstraintError, match="clock other: has no constraint, it was held to the default of 12 MHz"):
-        report.clocks({**FMAX, "other": {"achieved": 300.0, "constraint": 12.0}}, {"core_clk": 100.0})
+        report.clocks({**FMAX, "other": {"achieved": 300.0, "constraint": 12.0}}, CORE)
 
 
 def test_a_constraint_on_a_net_without_registers_is_an_error():
     with pytest.raises(ConstraintError, match="clock fast: constrained to 200 MHz, but no register"):
-        report.clocks(FMAX, {"core_clk": 100.0, "fast": 200.0})
+        report.clocks(FMAX, {**CORE, "fast": (200.0, frozenset({"fast"}))})
+
+
+def test_a_clock_is_found_under_any_name_of_its_net():
+    assert report.net_aliases(NETLIST, "core_clk") == CORE["core_clk"][1]
+    with pytest.raises(ConstraintError, match="clock slow: the netlist has no net of that name"):
+        report.net_aliases(NETLIST, "slow")
+
+
+@pytest.mark.parametrize(
+    "net", ["clk", "$glbnet$clk", "$glbnet$clk$TRELLIS_IO_IN", "clk$SB_IO_IN", "clk$SB_IO_IN_$glb_clk", "clk_$glb_clk"]
+)
+def test_what_nextpnr_adds_to_a_clock_name_is_taken_off(net):
+    assert report.undecorated(net) == "clk"
 
 
 def test_memories_are_listed_with_what_they_became():
@@ -77,10 +93,11 @@ def test_report_as_json_keeps_the_verdict_and_the_critical_path():
         {"type": "logic", "delay": 0.0, "from": {"cell": "b", "port": "FCI"}},
         {"type": "setup", "delay": 0.1, "from": {"cell": "c", "port": "D"}},
     ]
-    edge = "posedge $glbnet$core_clk"
+    edge = "posedge $glbnet$bridge.clk"
     raw = {"fmax": FMAX, "utilization": ECP5, "critical_paths": [{"from": edge, "to": edge, "path": steps}]}
     result = report.parse(
         json.dumps(raw),
+        json.dumps(NETLIST),
         json.dumps({"design": {"num_cells_by_type": {"CCU2C": 1}}}),
         "",
         device=find_device("ecp5-25k"),
