@@ -67,8 +67,17 @@ def _umask() -> int:
 
 
 def scalar(arrays: dict[str, np.ndarray], name: str) -> int | None:
-    """The value of an optional 0-d integer array."""
-    return int(arrays[name]) if name in arrays else None
+    """The value of an optional 0-d integer array.
+
+    Raises
+    ------
+    InputError
+        It is not one.
+    """
+    if name not in arrays:
+        return None
+    _check_one(ArraySpec(name, "integer"), arrays[name], {}, 1)
+    return int(arrays[name])
 
 
 def check_arrays(arrays: dict[str, np.ndarray], specs: list[ArraySpec], *, group: int) -> dict[str, int]:
