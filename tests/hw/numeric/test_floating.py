@@ -9,6 +9,9 @@ from kvant.hw.numeric import floating
 from kvant.hw.numeric.floating import FloatAdder, ScaledProduct, add_with_carry, leading_zeros, shift_left
 from kvant.hw.parameters import ParameterError
 
+# A component whose parameters are refused is never elaborated.
+pytestmark = pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
+
 SEED = 20260701
 SCALES = [0x0000, 0x0001, 0x0002, 0x0155, 0x03FF, 0x0400, 0x0401, 0x2E66, 0x3BFF, 0x3C00, 0x3C01, 0x7BFF]
 """fp16: zero, subnormals, both sides of the normal range's ends, and of one."""
@@ -114,7 +117,6 @@ def test_a_zero_factor_gives_plus_zero():
     assert not multiply(ScaledProduct(24), cases).any()
 
 
-@pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")  # the refused component
 @pytest.mark.parametrize("width", [1, 27, 0, -3])
 def test_product_refuses_widths_it_is_not_built_for(width):
     with pytest.raises(ParameterError, match=rf"^width = {width}: legal is an integer from 2 to 26$"):
