@@ -13,7 +13,7 @@ help:
 	@echo "make lint       ruff: rules and format"
 	@echo "make docs       documentation in docs/_build/html"
 	@echo "make reference  bring docs/configuration.md up to date with the code"
-	@echo "make bench      speed and size figures"
+	@echo "make bench      array use of real layers, time of the weight search"
 	@echo "make clean      remove what the other targets made, the environment included"
 
 env:
@@ -41,7 +41,8 @@ test-long: env
 	@$(PYTHON) -m pytest -n $(WORKERS) -m long
 
 bench: env
-	@set -e; for script in bench/*.py; do echo "== $$script"; $(PYTHON) "$$script"; done
+	@$(PYTHON) bench/array_use.py
+	@$(PYTHON) bench/weight_search.py --quick
 
 clean:
 	rm -rf .venv build out docs/_build sim_build *.egg-info .pytest_cache .ruff_cache .hypothesis
