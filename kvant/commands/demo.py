@@ -319,7 +319,7 @@ def _format_table(errors: list[FormatError], rtl_error: float) -> "Table":
     from rich.table import Table
 
     table = Table(title="Error of the product against fp32", title_justify="left")
-    for heading in ("weights", "bits", "by largest weight", "calibrated"):
+    for heading in ("weights", "bits", "least weight error", "calibrated"):
         table.add_column(heading, justify="left" if heading == "weights" else "right")
     for error in errors:
         table.add_row(error.label, f"{error.bits:.3f}", f"{100 * error.plain:.2f} %", f"{100 * error.searched:.2f} %")
