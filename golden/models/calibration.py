@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from kvant.golden.linear.objective import diagonal_moment, second_moment
+from kvant.golden.linear.threads import independent_threads
 from kvant.golden.models.checkpoint import Checkpoint
 from kvant.golden.models.errors import ModelError
 from kvant.golden.models.evaluate import split_windows
 from kvant.golden.models.llama import Llama
 from kvant.golden.models.tokenizer import encode, load_tokenizer
 from kvant.golden.numeric.tensors import to_groups
-
-_BATCH = 4  # windows that go through a layer at once
 
 Progress = Callable[[int, int], None]
 """Called with layers done and layers in all."""
@@ -99,42 +98,47 @@ def calibrate(
         raise ModelError("calibration text: no tokens")
     embedding = Llama(checkpoint)
     wanted = None if names is None else set(names)
-    sums: dict[str, torch.Tensor] = {}
-    batches = _equal_lengths(windows)
-    hidden = [embedding.embed(batch) for batch in batches]
+    hidden = [embedding.embed(torch.as_tensor(window)[None]) for window in windows]
     del embedding
-    latest: list = [None, None]  # input and its moment: q, k, v and gate, up share their input
+    sums: dict[str, torch.Tensor] = {}
+    with independent_threads() as run:
+        for number in range(checkpoint.config.layers):
+            model = Llama(checkpoint)  # keeps the weights of this layer for all windows, then lets them go
+            model.layer(number, hidden[0][:, :1])  # reads them, before the threads meet
 
-    def observe(name: str, value: torch.Tensor) -> None:
-        if not name.endswith(".weight") or (wanted is not None and name not in wanted):
-            return
-        if value is not latest[0]:
-            x = value.flatten(0, -2)
-            latest[:] = value, diagonal_moment(x) if diagonal else second_moment(x, group)
-        sums[name] = sums[name] + latest[1] if name in sums else latest[1]
+            def step(state: torch.Tensor, number=number, model=model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                observer = _Moments(group, diagonal, wanted)
+                with torch.no_grad():  # a setting of the thread
+                    return model.layer(number, state, observer), observer.moments
 
-    for number in range(checkpoint.config.layers):
-        model = Llama(checkpoint)  # keeps the weights of this layer for its batches, then lets them go
-        for index, state in enumerate(hidden):
-            hidden[index] = model.layer(number, state, observe)
-            if not bool(hidden[index].isfinite().all()):
+            results = run(step, hidden)
+            hidden = [state for state, _ in results]
+            if not all(bool(state.isfinite().all()) for state in hidden):
                 raise ModelError(f"layer {number}: activations of the calibration text are not finite")
-        latest[:] = None, None
-        if progress is not None:
-            progress(number + 1, checkpoint.config.layers)
+            for _, moments in results:
+                for name, moment in moments.items():
+                    sums[name] = sums[name] + moment if name in sums else moment
+            if progress is not None:
+                progress(number + 1, checkpoint.config.layers)
     tokens = sum(len(window) for window in windows)
     return Calibration({name: (total / tokens).float() for name, total in sums.items()}, tokens)
 
 
-def _equal_lengths(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Windows stacked into batches of one length, in order."""
-    batches: list[list[torch.Tensor]] = []
-    for window in windows:
-        if batches and len(batches[-1]) < _BATCH and len(batches[-1][0]) == len(window):
-            batches[-1].append(window)
-        else:
-            batches.append([window])
-    return [torch.stack([torch.as_tensor(window) for window in batch]) for batch in batches]
+class _Moments:
+    """Observer of a layer on one window that adds up second moments."""
+
+    def __init__(self, group: int, diagonal: bool, wanted: set[str] | None):
+        self.moments: dict[str, torch.Tensor] = {}
+        self._moment = diagonal_moment if diagonal else lambda x: second_moment(x, group)
+        self._wanted = wanted
+        self._latest = (None, None)  # an input and its moment: q, k, v share their input, and so do gate and up
+
+    def __call__(self, name: str, value: torch.Tensor) -> None:
+        if not name.endswith(".weight") or (self._wanted is not None and name not in self._wanted):
+            return
+        if value is not self._latest[0]:
+            self._latest = value, self._moment(value.flatten(0, -2))
+        self.moments[name] = self._latest[1]
 
 
 def output_energy(w: torch.Tensor, moment: torch.Tensor, group: int) -> float:
