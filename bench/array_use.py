@@ -1,51 +1,41 @@
-"""Array use of the linear path on shapes of real layers, by the cycle model that the tests hold equal to the RTL.
+"""Array use of the linear path: simulated RTL beside the cycle model.
 
-    python bench/array_use.py                       every preset
-    python bench/array_use.py --set rows=16         one configuration
-
-Array use is multiply-accumulates over cycles and lanes, from the first input transfer to the last output transfer, on
-streams that never pause.
+``python bench/array_use.py [--set FIELD=VALUE ...] [--no-rtl]``
 """
 
 import argparse
-
-from rich.console import Console
-from rich.table import Table
+import time
 
 from kvant import config
 from kvant.hw.linear.cycles import linear_cycles
+from kvant.linear import random_case
+from kvant.sim.linear import engine
 
-LAYERS = {"query projection": (576, 128), "down projection": (1536, 576), "7B projection": (4096, 4096)}
-"""Inputs K and outputs N of layers."""
-
-TOKENS = (1, 64)
-
-
-def table(name: str, chosen: config.Config) -> Table:
-    """Cycles and array use of every layer and token count in one configuration."""
-    p = chosen.linear
-    result = Table(title=f"{name}: {p.rows} x {p.cols} lanes, groups of {p.group}", title_justify="left")
-    for heading in ("layer", "K", "N", "tokens", "cycles", "array use"):
-        result.add_column(heading, justify="left" if heading == "layer" else "right")
-    for layer, (inputs, outputs) in LAYERS.items():
-        for tokens in TOKENS:
-            cycles = linear_cycles(p, tokens=tokens, inputs=inputs, outputs=outputs)
-            numbers = (inputs, outputs, tokens, cycles.total)
-            result.add_row(layer, *map(str, numbers), f"{100 * cycles.utilisation:.1f} %")
-    return result
+SIMULATED = [(1, 576, 128), (64, 576, 128)]
+MODELLED = [(1, 4096, 4096), (64, 4096, 4096)]
+SEED = 0
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="TOML file or preset")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
-    arguments = parser.parse_args()
-    console = Console()
-    if arguments.config or arguments.set:
-        console.print(table(arguments.config or "default", config.load(arguments.config, arguments.set)))
-        return
-    for preset in config.presets():
-        console.print(table(preset, config.load(preset)))
+    """Print cycles and array use (multiply-accumulates over cycles * rows * cols)."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="overrides")
+    parser.add_argument("--no-rtl", action="store_true", help="the cycle model alone")
+    options = parser.parse_args()
+    chosen = config.load(None, ["int8_groups=false", *options.overrides])
+    p = chosen.linear
+    print(f"{p.rows} x {p.cols} lanes, G = {p.group}, seed {SEED}")
+    print("     T      K      N |  model cycles      use |    RTL cycles      use   seconds")
+    for tokens, inputs, outputs in SIMULATED + MODELLED:
+        model = linear_cycles(p, tokens=tokens, inputs=inputs, outputs=outputs)
+        line = f"{tokens:6} {inputs:6} {outputs:6} | {model.total:13,} {model.utilisation:8.5f}"
+        if (tokens, inputs, outputs) in SIMULATED and not options.no_rtl:
+            arrays = random_case(chosen, tokens=tokens, outputs=outputs, inputs=inputs, seed=SEED)
+            begin = time.perf_counter()
+            cycles = int(engine.run(p, arrays)["cycles"])
+            use = tokens * inputs * outputs / (cycles * p.lanes)
+            line += f" | {cycles:13,} {use:8.5f} {time.perf_counter() - begin:9.1f}"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,12 @@ class LinearParameters(Parameters):
     )
     multiplier: Literal["lut", "dsp", "ecp5_dsp"] = Field(
         "lut",
-        description="Lane arithmetic: shift-add in LUTs, decode-and-multiply, or the latter on an ECP5 MULT18X18D.",
+        description="Lane arithmetic: shift and add in LUTs, both products from one packed 8x18 multiplication, or the "
+        "latter on the registers of an ECP5 MULT18X18D.",
     )
     adder: Literal["plus", "kogge_stone"] = Field(
-        "plus", description="Adders of the lanes and accumulators: the tool's own, or a Kogge-Stone prefix adder."
+        "plus",
+        description="Adders of the lanes and integer accumulators: the tool's own, or a Kogge-Stone prefix adder.",
     )
     accumulators: int = Field(
         64, ge=1, le=1024, description="fp32 accumulators per column: tokens times interleaved tiles of one pass."
