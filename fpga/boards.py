@@ -10,6 +10,9 @@ from amaranth.lib import io
 from kvant.fpga.devices import Device, device_of_platform
 from kvant.fpga.errors import TargetError
 
+OSCILLATOR_MHZ = 12.0
+"""Clock on iCE40 boards that have the internal oscillator only, which makes 48, 24, 12 or 6 MHz."""
+
 PREFERRED_MHZ = 100.0
 """Clock on ECP5 boards whose oscillator is slower: made by the PLL."""
 
@@ -132,7 +135,7 @@ def make_platform(board: Board):
 
 
 def default_mhz(platform, board: Board) -> float:
-    """The board's own clock, on ECP5 at least `PREFERRED_MHZ`.
+    """The board's own clock; on ECP5 at least `PREFERRED_MHZ`, from an iCE40's own oscillator `OSCILLATOR_MHZ`.
 
     Raises
     ------
@@ -141,6 +144,8 @@ def default_mhz(platform, board: Board) -> float:
     """
     if platform.default_clk is None:
         raise TargetError(f"board {board.name}: has no default clock, which the top needs")
+    if platform.default_clk == "SB_HFOSC":
+        return OSCILLATOR_MHZ
     own = platform.default_clk_frequency / 1e6
     return max(own, PREFERRED_MHZ) if platform.device.startswith("LFE5") else own
 

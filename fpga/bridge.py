@@ -1,6 +1,6 @@
 """The byte protocol of `kvant.fpga.link`, board side: a serial port to the streams of a component."""
 
-from amaranth.hdl import Cat, Const, Module, Signal
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import fifo, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -150,39 +150,56 @@ class SerialBridge(wiring.Component):
                     m.next = "OPCODE"
 
     def _transmit(self, m, transmitter, flags, muted, acknowledge, report):
-        """Replies, one whole reply after the other: status, acknowledgement, then the streams in their order."""
-        layout, component = self.layout, self.component
-        word = Signal(8 * (1 + layout.largest_output))
-        bytes_left = Signal(range(1 + layout.largest_output + 1))
-        m.d.comb += transmitter.i.payload.eq(word[:8])
+        """Replies, one whole reply after the other: status, acknowledgement, then the streams in their order.
 
-        def load(tag, fields=(), values=(), head=()):
+        A reply is sent straight from the port it reports, which a stream holds until its last byte is taken.
+        """
+        layout, component = self.layout, self.component
+        ports = [getattr(component, channel.name) for channel in layout.outputs]
+
+        def octets(tag, fields=(), values=(), head=()):
             parts = [Const(tag, 8), *head]
             for field, value in zip(fields, values, strict=True):
                 bits = Cat(value)
                 parts.append(Cat(bits, Const(0, 8 * field.size - len(bits))))
-            return [word.eq(Cat(*parts)), bytes_left.eq(len(Cat(*parts)) // 8)]
+            return Cat(*parts)
 
-        with m.If(bytes_left != 0):
-            m.d.comb += transmitter.i.valid.eq(1)
-            with m.If(transmitter.i.ready):
-                m.d.sync += [word.eq(word >> 8), bytes_left.eq(bytes_left - 1)]
-        with m.Elif(report):
-            values = [flags, *(getattr(component, field.name) for field in layout.status.fields[1:])]
-            m.d.sync += load(STATUS_REPLY, layout.status.fields, values, [Const(layout.identity, 32)])
+        plain = [flags, *(getattr(component, field.name) for field in layout.status.fields[1:])]
+        replies = [
+            octets(STATUS_REPLY, layout.status.fields, plain, [Const(layout.identity, 32)]),
+            octets(ACKNOWLEDGE),
+        ]
+        for n, (channel, port) in enumerate(zip(layout.outputs, ports, strict=True)):
+            values = [port.payload[field.name] if field.name else port.payload for field in channel.fields]
+            replies.append(octets(OUTPUT + n, channel.fields, values))
+
+        active = Signal()
+        chosen = Signal(range(len(replies)))
+        position = Signal(range(1 + layout.largest_output))
+        last = Signal()
+        taken = Signal()
+        m.d.comb += [transmitter.i.valid.eq(active), taken.eq(active & transmitter.i.ready)]
+        with m.Switch(chosen):
+            for n, reply in enumerate(replies):
+                with m.Case(n):
+                    m.d.comb += last.eq(position == len(reply) // 8 - 1)
+                    m.d.comb += transmitter.i.payload.eq(reply.word_select(position, 8))
+        with m.If(taken):
+            m.d.sync += position.eq(Mux(last, 0, position + 1))
+            with m.If(last):
+                m.d.sync += active.eq(0)
+
+        waiting = [report, acknowledge, *(port.valid & ~muted[n] for n, port in enumerate(ports))]
+        with m.If(~active):
+            m.d.sync += active.eq(Cat(*waiting).any())
+            for n in reversed(range(len(waiting))):  # the first of those that wait
+                with m.If(waiting[n]):
+                    m.d.sync += chosen.eq(n)
+        done = taken & last
+        with m.If(done & (chosen == 0)):
             m.d.sync += report.eq(0)
-        with m.Elif(acknowledge):
-            m.d.sync += [load(ACKNOWLEDGE), acknowledge.eq(0)]
-        for n, channel in enumerate(layout.outputs):
-            port = getattr(component, channel.name)
-            with m.If(muted[n]):
-                m.d.comb += port.ready.eq(1)
-            with m.Elif((bytes_left == 0) & ~report & ~acknowledge):
-                earlier = Cat(
-                    getattr(component, other.name).valid & ~muted[k] for k, other in enumerate(layout.outputs[:n])
-                )
-                with m.If(~earlier.any()):
-                    m.d.comb += port.ready.eq(1)
-                    with m.If(port.valid):
-                        values = [port.payload[field.name] if field.name else port.payload for field in channel.fields]
-                        m.d.sync += load(OUTPUT + n, channel.fields, values)
+        with m.If(done & (chosen == 1)):
+            m.d.sync += acknowledge.eq(0)
+        for n, port in enumerate(ports):
+            sending = active & (chosen == 2 + n)
+            m.d.comb += port.ready.eq(Mux(sending, done, muted[n]))

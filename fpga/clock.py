@@ -127,6 +127,8 @@ class ClockGenerator(Elaboratable):
     """
 
     def __init__(self, platform, frequency: float):
+        if platform.default_clk == "SB_HFOSC":  # divides by itself
+            platform.hfosc_div = next((n for n in range(4) if abs(48e6 / 2**n / frequency - 1) < SAME), 0)
         source = platform.default_clk_frequency
         self.pll = None
         self.frequency = source

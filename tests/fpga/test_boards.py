@@ -51,8 +51,9 @@ def test_uart_pins_that_are_not_two_pins_are_refused(text):
 
 
 def test_default_clock_is_the_boards_own_or_a_pll_on_ecp5():
-    mhz = {name: default_mhz(make_platform(BOARDS[name]), BOARDS[name]) for name in ("ulx3s", "ecpix5", "icebreaker")}
-    assert mhz == {"ulx3s": 100.0, "ecpix5": 100.0, "icebreaker": 12.0}
+    names = ("ulx3s", "ecpix5", "icebreaker", "upduino")
+    mhz = {name: default_mhz(make_platform(BOARDS[name]), BOARDS[name]) for name in names}
+    assert mhz == {"ulx3s": 100.0, "ecpix5": 100.0, "icebreaker": 12.0, "upduino": 12.0}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,13 @@ def test_another_clock_than_the_boards_comes_from_the_pll(name, cell):
     made, top = design(name, mhz=30, baud=1_000_000)
     assert f"\\{cell}" in made.rtlil
     assert top.clock.frequency == pytest.approx(30e6, rel=0.01)
+
+
+def test_the_internal_oscillator_divides_without_a_pll():
+    made, top = design("upduino", mhz=24)
+    assert "SB_PLL40" not in made.rtlil
+    assert re.search(r'CLKHF_DIV "0b01"', made.rtlil)
+    assert top.clock.frequency == 24e6
 
 
 def test_the_boards_own_clock_needs_no_pll():
