@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-_INITIAL_WORD = re.compile(r"( +)([\w$]+)\[(\d+)\] = (\d+'h[0-9a-f]+);")
+_INITIAL_WORD = re.compile(r"( +)([\w$]+)\[(\d+)\] = (\d+'[hd][0-9a-f]+);")
 _DECLARATION = re.compile(r"  (?:(?:input|output|inout) )?(?:wire|reg)?(?: signed)? ?(\[\d+:0\] )?(\w+)(?: = .*)?;")
 _SELECT = re.compile(r"\b([A-Za-z_]\w*)\[(\d+)(?::(\d+))?\]")
 _NOT = re.compile(r"! ?([A-Za-z_]\w*)(\[\d+:\d+\])?(?=[;)])")

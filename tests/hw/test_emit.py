@@ -213,9 +213,10 @@ def test_case_44_two_configurations_live_in_one_design(tmp_path):
     assert len(names) == len(set(names))
 
 
-def test_initial_memory_is_written_as_a_loop():
-    verilog = emit(Ram(depth=16), "ram").verilog
-    assert "for (int i = 0; i <= 15; i = i + 1) storage[i] = 8'h00;" in verilog
+@pytest.mark.parametrize(("width", "zero"), [(8, "8'h00"), (32, "32'd0"), (33, "33'h000000000")])
+def test_initial_memory_is_written_as_a_loop(width, zero):
+    verilog = emit(Ram(depth=16, width=width), "ram").verilog
+    assert f"for (int i = 0; i <= 15; i = i + 1) storage[i] = {zero};" in verilog
 
 
 def test_zero_width_signals_leave_no_trace(tmp_path):
