@@ -14,6 +14,7 @@ from kvant.blocks import BLOCKS, Vectors
 from kvant.cli import main
 from kvant.manifest import storage
 from kvant.sim.streams import Stimulus
+from kvant.sim.toolchain import verilator_environment
 from kvant.sim.words import pack_words
 
 
@@ -208,3 +209,14 @@ def test_folder_of_another_design_is_refused(generate, tmp_path):
     generate("toy", "-o", tmp_path, "--prefix", "first")
     code, text = generate("toy", "-o", tmp_path, "--prefix", "second")
     assert code == 2 and "holds the design first_toy; choose another folder for second_toy" in text
+
+
+def test_linear_block_is_clean_and_its_bench_passes(generate, tmp_path):
+    code, text = generate("linear", "-o", tmp_path, "--bench", "--set", "rows=3", "--set", "cols=2", "--set", "group=8")
+    assert code == 0, text
+    command = ["verilator", "--lint-only", "--quiet", "-Wall", "kvant_linear.sv"]
+    environment = os.environ | verilator_environment()
+    lint = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (lint.returncode, lint.stdout + lint.stderr) == (0, "")
+    result = run_bench(tmp_path, "icarus")
+    assert result.returncode == 0, result.stdout + result.stderr
