@@ -183,13 +183,13 @@ _KINDS = (("DPR", "LUT RAM"), ("SPRAM", "SPRAM"), ("16KD", "block RAM"), ("RAM4K
 
 
 def memories(log: str) -> tuple[Memory, ...]:
-    """Every memory and its mapping, from the log of Yosys."""
+    """Every memory of the design and its mapping, from the log of Yosys; constant tables it makes itself do not count."""
     found = {}
     for name, kind in _MAPPED.findall(log):
         found[name] = next((what for part, what in _KINDS if part in kind), kind)
     for name in _FLIP_FLOPS.findall(log):
         found[name] = "flip-flops"
-    return tuple(Memory(name, kind) for name, kind in sorted(found.items()))
+    return tuple(Memory(name, kind) for name, kind in sorted(found.items()) if "$" not in name)
 
 
 def net_aliases(netlist: dict, name: str) -> frozenset[str]:
