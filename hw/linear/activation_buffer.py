@@ -39,6 +39,8 @@ class ActivationBuffer(wiring.Component):
         The quantised activations as stored; a word is stored when it is taken here.
     written : out
         Words below this address may be read, and the scales of the groups they begin.
+    newest : out
+        `written` less one, once that is not 0.
     read, word_address, group_address : in
         Read a word, and the scale of a group.
     word, scale : out
@@ -60,6 +62,7 @@ class ActivationBuffer(wiring.Component):
                 "x": In(stream.Signature(activation_input(p))),
                 "xq": Out(stream.Signature(quantized_output(p))),
                 "written": Out(index_width(p.activation_words + 1)),
+                "newest": Out(index_width(p.activation_words + 1)),
                 "read": In(1),
                 "word_address": In(index_width(p.activation_words)),
                 "group_address": In(index_width(self.capacity)),
@@ -168,11 +171,16 @@ class ActivationBuffer(wiring.Component):
         with m.If(self.start):
             m.d.sync += [self.written.eq(0), group_number.eq(0), following_group.eq(p.beats), word_first.eq(1)]
         with m.Elif(store):
-            m.d.sync += [self.written.eq(self.written + 1), word_first.eq(word_last)]
+            m.d.sync += [
+                self.written.eq(self.written + 1),
+                self.newest.eq(self.written),
+                word_first.eq(word_last),
+            ]
             with m.If(word_last):
                 m.d.sync += [
                     group_number.eq(group_number + 1),
                     self.written.eq(following_group),
+                    self.newest.eq(following_group - 1),
                     following_group.eq(following_group + p.beats),
                 ]
         return m

@@ -156,5 +156,5 @@ def _word_ready(p: LinearParameters, timing: LinearTiming, job: JobNumbers, beat
         start = quantised[group * job.tokens : (group + 1) * job.tokens, None]
         of_group = int(transfers[group, 0])
         completing = np.minimum((np.arange(beats[group]) + 1) * parts, of_group) - 1  # transfer that ends each word
-        ready.append(start + completing + 2)  # one cycle to store the word, one to announce it
+        ready.append(start + completing + 3)  # to store the word, to announce it, to decide on it
     return ready

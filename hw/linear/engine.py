@@ -331,26 +331,26 @@ class LinearEngine(wiring.Component):
             sequencer.head_valid.eq(weights.head_valid),
             sequencer.high_plane.eq(weights.head.high_plane),
             sequencer.written.eq(activations.written),
+            sequencer.newest.eq(activations.newest),
             sequencer.room.eq(queue.room),
-            weights.release.eq(sequencer.release),
-            weights.release_beats.eq(sequencer.release_beats),
             weights.read.eq(sequencer.beat_valid),
+            weights.slot_end.eq(sequencer.slot_end),
+            weights.release.eq(sequencer.plan.last_token),
             activations.read.eq(sequencer.beat_valid),
-            weights.beat.eq(sequencer.weight_beat),
             activations.word_address.eq(sequencer.word_address),
-            activations.group_address.eq(sequencer.group_address),
+            activations.group_address.eq(sequencer.plan.group_address),
             queue.reserve.eq(sequencer.finishing),
-            queue.last_column_tile.eq(sequencer.last_column_tile),
-            queue.last_slot.eq(sequencer.last_slot),
+            queue.last_column_tile.eq(sequencer.plan.last_column_tile),
+            queue.last_slot.eq(sequencer.plan.last_slot),
         ]
 
         # The buffers answer one cycle after they are asked; what goes with the beat waits as long.
         beat, slot = array.beat, array.slot
         with m.If(sequencer.beat_valid):
             m.d.sync += [
-                slot.address.eq(sequencer.address),
-                slot.first_group.eq(sequencer.first_group),
-                slot.last_group.eq(sequencer.last_group),
+                slot.address.eq(sequencer.plan.address),
+                slot.first_group.eq(sequencer.plan.first_group),
+                slot.last_group.eq(sequencer.plan.last_group),
             ]
             for column, head in enumerate(weights.head.columns):
                 m.d.sync += [slot.coefficient[column].eq(head.coefficient), slot.w_scale[column].eq(head.scale)]

@@ -1,6 +1,6 @@
 """Order of the weight tiles of a job."""
 
-from amaranth.hdl import Module, Signal
+from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
@@ -14,10 +14,13 @@ class TileLoop(wiring.Component):
     A block is `interleave` tiles (the last one may have fewer). Taking a few tiles in turn puts other outputs
     between two groups of one output, which hides the latency of its fp32 accumulation.
 
+    All counters count down and all flags are registers, computed one step ahead: what a tile is decides at once what
+    the sequencer does with it.
+
     Members
     -------
     start : in
-        Begin with the first tile of a job; `tiles`, `interleave` and `groups` are stable from here on.
+        Begin with the first tile of a job; `tiles`, `interleave` and `groups` are stable from a cycle before.
     step : in
         Go on to the next tile.
     done : out
@@ -26,10 +29,8 @@ class TileLoop(wiring.Component):
         The tile holds the first or the last group of K.
     last_of_round : out
         The next tile, if any, holds another group or belongs to another block.
-    last_column_tile : out
-        The tile holds the last columns of the matrix.
-    last_tile : out
-        No tile follows.
+    last_block : out
+        The tile belongs to the last block.
     """
 
     start: In(1)
@@ -41,27 +42,49 @@ class TileLoop(wiring.Component):
     first_group: Out(1)
     last_group: Out(1)
     last_of_round: Out(1)
-    last_column_tile: Out(1)
-    last_tile: Out(1)
+    last_block: Out(1)
 
     def elaborate(self, platform):
         m = Module()
-        remaining = Signal(COUNT_WIDTH)  # tiles of this and all later blocks
-        tile = Signal(COUNT_WIDTH)
-        group = Signal(COUNT_WIDTH)
+        tiles_left = Signal(COUNT_WIDTH)  # of the round, after this tile
+        groups_left = Signal(COUNT_WIDTH)  # after this one
+        block_tiles = Signal(COUNT_WIDTH)  # of this block, less one
+        block_is_one = Signal()
+        behind = Signal(COUNT_WIDTH)  # tiles of later blocks
+        behind_fits = Signal()  # they are one block, or none
+
+        new_block = Signal()
+        tiles, fits = Signal(COUNT_WIDTH), Signal()  # yet to come before the new block
+        next_tiles, next_is_one = Signal(COUNT_WIDTH), Signal()  # of the new block, less one
         m.d.comb += [
-            self.first_group.eq(group == 0),
-            self.last_group.eq(group + 1 == self.groups),
-            self.last_column_tile.eq(tile + 1 == remaining),
-            self.last_of_round.eq(self.last_column_tile | (tile + 1 == self.interleave)),
-            self.last_tile.eq(self.last_group & self.last_column_tile),
+            new_block.eq(self.start | (self.step & self.last_of_round & self.last_group)),
+            tiles.eq(Mux(self.start, self.tiles, behind)),
+            fits.eq(Mux(self.start, self.tiles <= self.interleave, behind_fits)),
+            next_tiles.eq(Mux(fits, tiles, self.interleave) - 1),
+            next_is_one.eq(Mux(fits, tiles == 1, self.interleave == 1)),
         ]
-        with m.If(self.start):
-            m.d.sync += [remaining.eq(self.tiles), tile.eq(0), group.eq(0), self.done.eq(0)]
+        with m.If(new_block):
+            m.d.sync += [
+                self.done.eq(self.last_block & ~self.start),
+                self.last_block.eq(fits),
+                self.first_group.eq(1),
+                self.last_group.eq(self.groups == 1),
+                self.last_of_round.eq(next_is_one),
+                groups_left.eq(self.groups - 1),
+                tiles_left.eq(next_tiles),
+                block_tiles.eq(next_tiles),
+                block_is_one.eq(next_is_one),
+                behind.eq(tiles - self.interleave),
+                behind_fits.eq(tiles <= self.interleave << 1),
+            ]
+        with m.Elif(self.step & self.last_of_round):
+            m.d.sync += [
+                self.first_group.eq(0),
+                self.last_group.eq(groups_left == 1),
+                self.last_of_round.eq(block_is_one),
+                groups_left.eq(groups_left - 1),
+                tiles_left.eq(block_tiles),
+            ]
         with m.Elif(self.step):
-            m.d.sync += [tile.eq(tile + 1), self.done.eq(self.last_tile)]
-            with m.If(self.last_of_round):
-                m.d.sync += [tile.eq(0), group.eq(group + 1)]
-                with m.If(self.last_group):
-                    m.d.sync += [group.eq(0), remaining.eq(remaining - self.interleave)]
+            m.d.sync += [self.last_of_round.eq(tiles_left == 1), tiles_left.eq(tiles_left - 1)]
         return m

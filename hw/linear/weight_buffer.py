@@ -43,14 +43,13 @@ class WeightBuffer(wiring.Component):
         Tiles in the order of `TileLoop`, planes (high digits first, where a coefficient is 254), beats.
     head_valid, head : out
         The oldest complete tile.
-    release : in
-        The oldest tile has been read for the last time; the next head follows in the next cycle.
-    release_beats : in
-        Its beats over all planes.
-    read, beat : in
-        Read a beat of the oldest tile.
+    read : in
+        Read the tile's next beat.
+    slot_end, release : in
+        The tile has been read to its end, in this cycle at the latest, and is read again from its beginning; or, with
+        `release` too, not again: the next head follows in the next cycle.
     codes : out
-        The codes of that beat, one cycle later.
+        The codes of the beat, one cycle after `read`.
     """
 
     HEADS = 8
@@ -72,10 +71,9 @@ class WeightBuffer(wiring.Component):
                 "w": In(stream.Signature(weight_input(p))),
                 "head_valid": Out(1),
                 "head": Out(TileHead(p)),
-                "release": In(1),
-                "release_beats": In(index_width(self.tile_beats + 1)),
                 "read": In(1),
-                "beat": In(index_width(self.tile_beats)),
+                "slot_end": In(1),
+                "release": In(1),
                 "codes": Out(4 * p.lanes),
             }
         )
@@ -89,8 +87,11 @@ class WeightBuffer(wiring.Component):
         m.submodules.heads = heads = fifo.SyncFIFOBuffered(width=TileHead(p).size, depth=self.HEADS)
         write, read = ring.write_port(), ring.read_port()
 
-        used = Signal(range(self.depth + 1))
-        write_address = Signal(range(self.depth))
+        # Pointers have one more bit than addresses, which tells a full ring from an empty one.
+        write_pointer = Signal(range(2 * self.depth))
+        read_pointer = Signal.like(write_pointer)
+        base = Signal.like(write_pointer)  # of the oldest tile
+        full = Signal()
         beat = Signal(range(p.beats))
         plane_is_high = Signal()
         first_plane_beat_done = Signal()  # the tile's first plane is known to be this one
@@ -105,8 +106,9 @@ class WeightBuffer(wiring.Component):
         tile_end = Signal()
         take = Signal()
         m.d.comb += [
+            full.eq(write_pointer ^ base == self.depth),
             take.eq(self.w.valid & self.w.ready),
-            self.w.ready.eq(~loop.done & (used != self.depth) & heads.w_rdy),
+            self.w.ready.eq(~loop.done & ~full & heads.w_rdy),
             plane_end.eq(beat + 1 == plane_beats),
             tile_end.eq(plane_end & ~high),
             loop.start.eq(self.start),
@@ -114,7 +116,7 @@ class WeightBuffer(wiring.Component):
             loop.tiles.eq(self.tiles),
             loop.interleave.eq(self.interleave),
             loop.groups.eq(self.groups),
-            write.addr.eq(write_address),
+            write.addr.eq(write_pointer[:-1]),
             write.data.eq(self.w.payload.data),
             write.en.eq(take),
         ]
@@ -128,22 +130,24 @@ class WeightBuffer(wiring.Component):
         ]
         with m.If(take):
             m.d.sync += [
-                write_address.eq(write_address + 1),
+                write_pointer.eq(write_pointer + 1),
                 beat.eq(Mux(plane_end, 0, beat + 1)),
                 plane_is_high.eq(high & ~plane_end),
                 first_plane_beat_done.eq(~tile_end),
                 had_high_plane.eq(Mux(tile_end, 0, had_high_plane | high)),
             ]
 
-        base = Signal(range(self.depth))
+        following = Signal.like(write_pointer)  # where reading goes on
         m.d.comb += [
             self.head_valid.eq(heads.r_rdy),
             self.head.eq(heads.r_data),
-            heads.r_en.eq(self.release),
+            heads.r_en.eq(self.slot_end & self.release),
             read.en.eq(self.read),
-            read.addr.eq(base + self.beat),
+            read.addr.eq(read_pointer[:-1]),
             self.codes.eq(read.data),
+            following.eq(read_pointer + self.read),
         ]
-        freed = Mux(self.release, self.release_beats, 0)
-        m.d.sync += [base.eq(base + freed), used.eq(used + take - freed)]
+        m.d.sync += read_pointer.eq(Mux(self.slot_end & ~self.release, base, following))
+        with m.If(self.slot_end & self.release):
+            m.d.sync += base.eq(following)
         return m
