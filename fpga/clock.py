@@ -23,19 +23,28 @@ OSCILLATOR_RESET_SECONDS = 100e-6
 
 @dataclass(frozen=True)
 class Pll:
-    """Dividers of a PLL and the frequency they make, in Hz."""
+    """Dividers of a PLL, and the frequencies of its oscillator and its output in Hz.
+
+    The oscillator runs at ``source / reference * feedback``.
+    """
 
     reference: int
     feedback: int
     output: int
+    oscillator: float
     frequency: float
 
 
-def ecp5_pll(source: float, wanted: float) -> Pll:
-    """Dividers of an EHXPLLL whose feedback comes from its output.
+ECP5_FEEDBACK_OUTPUT = 8
+"""Divider of the EHXPLLL's output that only closes the loop: 50 to 100 MHz over the oscillator's range."""
 
-    The phase detector runs at ``source / reference`` (3.125 to 400 MHz), the output at ``feedback`` times that (up to
-    400 MHz), the oscillator at ``output`` times the output (400 to 800 MHz).
+
+def ecp5_pll(source: float, wanted: float) -> Pll:
+    """Dividers of an EHXPLLL whose loop is closed through an output of its own.
+
+    The phase detector runs at ``source / reference`` (3.125 to 400 MHz), the oscillator at ``feedback`` times that (400
+    to 800 MHz; `feedback` is a multiple of `ECP5_FEEDBACK_OUTPUT`), the output at ``1 / output`` of the oscillator
+    (3.125 to 400 MHz).
     Source: Lattice FPGA-DS-02012, sysCLOCK PLL timing.
 
     Raises
@@ -48,16 +57,16 @@ def ecp5_pll(source: float, wanted: float) -> Pll:
         detector = source / reference
         if not 3.125e6 <= detector <= 400e6:
             continue
-        for feedback in range(1, 81):
-            frequency = detector * feedback
-            if not 3.125e6 <= frequency <= 400e6:
+        for feedback in range(ECP5_FEEDBACK_OUTPUT, 80 * ECP5_FEEDBACK_OUTPUT + 1, ECP5_FEEDBACK_OUTPUT):
+            oscillator = detector * feedback
+            if not 400e6 <= oscillator <= 800e6:
                 continue
-            output = round(600e6 / frequency)  # the middle of the oscillator's range
-            if not (1 <= output <= 128 and 400e6 <= frequency * output <= 800e6):
-                continue
-            key = abs(frequency / wanted - 1)
-            if best is None or key < best[0] - 1e-9:
-                best = key, Pll(reference, feedback, output, frequency)
+            output = min(max(round(oscillator / wanted), 1), 128)
+            frequency = oscillator / output
+            # the nearest frequency; of equals, the oscillator nearest to the middle of its range
+            key = round(abs(frequency / wanted - 1), 9), abs(oscillator - 600e6)
+            if 3.125e6 <= frequency <= 400e6 and (best is None or key < best[0]):
+                best = key, Pll(reference, feedback, output, oscillator, frequency)
     return _checked(best, source, wanted, "3.125 to 400 MHz")
 
 
@@ -83,14 +92,14 @@ def ice40_pll(source: float, wanted: float) -> Pll:
                 continue
             for output in range(1, 7):
                 frequency = detector * feedback / 2**output
-                key = abs(frequency / wanted - 1)
-                if 16e6 <= frequency <= 275e6 and (best is None or key < best[0] - 1e-9):
-                    best = key, Pll(reference, feedback, output, frequency)
+                key = round(abs(frequency / wanted - 1), 9), reference
+                if 16e6 <= frequency <= 275e6 and (best is None or key < best[0]):
+                    best = key, Pll(reference, feedback, output, detector * feedback, frequency)
     return _checked(best, source, wanted, "16 to 275 MHz")
 
 
 def _checked(best, source: float, wanted: float, span: str) -> Pll:
-    if best is None or best[0] > 0.01:
+    if best is None or best[0][0] > 0.01:
         near = f", nearest {best[1].frequency / 1e6:.6g} MHz" if best else ""
         raise TargetError(
             f"freq = {wanted / 1e6:.6g}: the PLL makes {span} from {source / 1e6:.6g} MHz{near}; "
@@ -194,10 +203,12 @@ class ClockGenerator(Elaboratable):
 
     def _ecp5(self, platform, source, clock, locked):
         pll = self.pll
+        loop = Signal(name="pll_loop")
         return Instance(
             "EHXPLLL",
             a_FREQUENCY_PIN_CLKI=f"{platform.default_clk_frequency / 1e6:.6f}",
-            a_FREQUENCY_PIN_CLKOP=f"{pll.frequency / 1e6:.6f}",
+            a_FREQUENCY_PIN_CLKOP=f"{pll.oscillator / ECP5_FEEDBACK_OUTPUT / 1e6:.6f}",
+            a_FREQUENCY_PIN_CLKOS=f"{pll.frequency / 1e6:.6f}",
             a_ICP_CURRENT="12",
             a_LPF_RESISTOR="8",
             p_PLLRST_ENA="DISABLED",
@@ -206,14 +217,19 @@ class ClockGenerator(Elaboratable):
             p_DPHASE_SOURCE="DISABLED",
             p_OUTDIVIDER_MUXA="DIVA",
             p_CLKOP_ENABLE="ENABLED",
-            p_CLKOP_DIV=pll.output,
-            p_CLKOP_CPHASE=pll.output - 1,
+            p_CLKOP_DIV=ECP5_FEEDBACK_OUTPUT,
+            p_CLKOP_CPHASE=ECP5_FEEDBACK_OUTPUT - 1,
             p_CLKOP_FPHASE=0,
+            p_OUTDIVIDER_MUXB="DIVB",
+            p_CLKOS_ENABLE="ENABLED",
+            p_CLKOS_DIV=pll.output,
+            p_CLKOS_CPHASE=pll.output - 1,
+            p_CLKOS_FPHASE=0,
             p_FEEDBK_PATH="CLKOP",
             p_CLKI_DIV=pll.reference,
-            p_CLKFB_DIV=pll.feedback,
+            p_CLKFB_DIV=pll.feedback // ECP5_FEEDBACK_OUTPUT,
             i_CLKI=source,
-            i_CLKFB=clock,
+            i_CLKFB=loop,
             i_RST=Const(0),
             i_STDBY=Const(0),
             i_PHASESEL0=Const(0),
@@ -223,7 +239,8 @@ class ClockGenerator(Elaboratable):
             i_PHASELOADREG=Const(1),
             i_PLLWAKESYNC=Const(0),
             i_ENCLKOP=Const(0),
-            o_CLKOP=clock,
+            o_CLKOP=loop,
+            o_CLKOS=clock,
             o_LOCK=locked,
         )
 

@@ -183,7 +183,7 @@ _KINDS = (("DPR", "LUT RAM"), ("SPRAM", "SPRAM"), ("16KD", "block RAM"), ("RAM4K
 
 
 def memories(log: str) -> tuple[Memory, ...]:
-    """Every memory of the design and its mapping, from the log of Yosys; constant tables it makes itself do not count."""
+    """Every memory of the design and its mapping, from the log of Yosys, without constant tables of its own making."""
     found = {}
     for name, kind in _MAPPED.findall(log):
         found[name] = next((what for part, what in _KINDS if part in kind), kind)

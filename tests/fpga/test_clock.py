@@ -1,19 +1,21 @@
 import pytest
 
-from kvant.fpga.clock import ecp5_pll, ice40_pll
+from kvant.fpga.clock import ECP5_FEEDBACK_OUTPUT, ecp5_pll, ice40_pll
 from kvant.fpga.errors import TargetError
 
 
-@pytest.mark.parametrize("source", [25e6, 30e6, 100e6])
-@pytest.mark.parametrize("wanted", [50e6, 75e6, 100e6, 120e6, 150e6, 200e6])
+@pytest.mark.parametrize("source", [12e6, 25e6, 30e6, 48e6, 100e6])
+@pytest.mark.parametrize("wanted", [10e6, 50e6, 75e6, 100e6, 120e6, 125e6, 200e6, 400e6])
 def test_ecp5_dividers_stay_within_the_limits_of_the_data_sheet(source, wanted):
     pll = ecp5_pll(source, wanted)
     assert pll.frequency == pytest.approx(wanted, rel=0.01)
-    assert pll.frequency == pytest.approx(source / pll.reference * pll.feedback)
+    assert pll.frequency == pytest.approx(source / pll.reference * pll.feedback / pll.output)
     assert 3.125e6 <= source / pll.reference <= 400e6
-    assert 400e6 <= pll.frequency * pll.output <= 800e6
+    assert 400e6 <= pll.oscillator <= 800e6
+    assert pll.oscillator == pytest.approx(source / pll.reference * pll.feedback)
+    assert pll.feedback % ECP5_FEEDBACK_OUTPUT == 0
     assert 1 <= pll.reference <= 128
-    assert 1 <= pll.feedback <= 80
+    assert 1 <= pll.feedback // ECP5_FEEDBACK_OUTPUT <= 80
     assert 1 <= pll.output <= 128
 
 
@@ -33,6 +35,7 @@ def test_ice40_dividers_stay_within_the_limits_of_the_data_sheet(source, wanted)
 def test_an_exact_setting_is_found_when_there_is_one():
     assert ecp5_pll(25e6, 100e6).frequency == 100e6
     assert ecp5_pll(48e6, 100e6).frequency == 100e6
+    assert ecp5_pll(48e6, 50e6).frequency == 50e6
     assert ice40_pll(12e6, 24e6).frequency == 24e6
 
 

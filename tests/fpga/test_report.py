@@ -77,7 +77,8 @@ def test_what_nextpnr_adds_to_a_clock_name_is_taken_off(net):
 def test_memories_are_listed_with_what_they_became():
     log = (
         "mapping memory top.a via $__DP16KD_\nmapping memory top.b via $__TRELLIS_DPR16X4_\n"
-        "using FF mapping for memory top.c\nusing FF mapping for memory $flatten\\x.$auto$rom\nmapping memory top.d via $__ICE40_SPRAM_\n"
+        "using FF mapping for memory top.c\nusing FF mapping for memory $flatten\\x.$auto$rom\n"
+        "mapping memory top.d via $__ICE40_SPRAM_\n"
     )
     assert {m.name: m.kind for m in report.memories(log)} == {
         "top.a": "block RAM",
