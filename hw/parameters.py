@@ -7,6 +7,25 @@ class ParameterError(ValueError):
     """A parameter outside its legal range; the text is one line that names it, its value and what is legal."""
 
 
+def is_integer(value: object, least: int, most: int | None = None) -> bool:
+    """Whether *value* is an integer, and no bool, from *least* to *most* (None: without end)."""
+    return type(value) is int and least <= value and (most is None or value <= most)
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None, *, note: str = "") -> int:
+    """*value*, if `is_integer` holds; for components with few parameters, which have no `Parameters` class.
+
+    Raises
+    ------
+    ParameterError
+        Otherwise; *note* follows the legal range.
+    """
+    if not is_integer(value, least, most):
+        legal = f"an integer from {least}" + ("" if most is None else f" to {most}")
+        raise ParameterError(f"{name} = {value!r}: legal is {legal}{note}")
+    return value
+
+
 def _legal(schema: dict) -> str:
     """What a field's JSON schema allows, in words."""
     options = schema.get("anyOf", [schema])

@@ -6,13 +6,8 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import GroupSum, Output
 from kvant.hw.linear.parameters import INT8_LIMIT, MAGNITUDE_LIMIT, LinearParameters, signed_width
+from kvant.hw.numeric.codes import decode_coefficient
 from kvant.hw.numeric.floating import FloatAdder, Pipeline, ScaledProduct
-
-INT8_GROUP = 254
-"""Coefficient byte of a group of INT8 weights."""
-
-LINEAR_GROUP = 255
-"""Coefficient byte of a group of linear 4-bit codes."""
 
 
 class GroupResult(wiring.Component):
@@ -66,11 +61,12 @@ class GroupResult(wiring.Component):
         register = Pipeline(m).register
 
         # Cycle 0: what the coefficient asks for.
+        kind = decode_coefficient(self.coefficient, max_coefficient=p.max_coefficient, int8_groups=p.int8_groups)
         mant, linear, int8, scale_legal = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
-            mant.eq(self.coefficient <= p.max_coefficient),
-            linear.eq(self.coefficient == LINEAR_GROUP),
-            int8.eq((self.coefficient == INT8_GROUP) & int(p.int8_groups)),
+            mant.eq(kind.mant),
+            linear.eq(kind.linear),
+            int8.eq(kind.int8),
             scale_legal.eq(~self.w_scale[10:15].all() & (~self.w_scale[15] | ~self.w_scale[:15].any())),
         ]
         m.d.sync += self.error.eq(self.valid & ~(scale_legal & (mant | linear | int8)))

@@ -4,12 +4,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvant.hw.numeric.codes import MAGNITUDES, MAX_COEFFICIENT
 from kvant.hw.parameters import ParameterError, Parameters
 
 INT8_LIMIT = 128
 """Largest magnitude of an INT8 operand; -128 is never produced but must multiply exactly."""
 
-MAGNITUDE_LIMIT = 7
+MAGNITUDE_LIMIT = MAGNITUDES - 1
 """Largest magnitude ``i`` of a 4-bit code."""
 
 
@@ -35,7 +36,10 @@ class LinearParameters(Parameters):
     rows: int = Field(8, ge=1, le=64, description="Lanes of one dot product, along K.")
     cols: int = Field(8, ge=1, le=64, description="Outputs computed in parallel.")
     max_coefficient: int = Field(
-        127, ge=0, le=127, description="Largest M-ANT coefficient byte the datapath is built for; widths follow."
+        MAX_COEFFICIENT,
+        ge=0,
+        le=MAX_COEFFICIENT,
+        description="Largest M-ANT coefficient byte the datapath is built for; widths follow.",
     )
     int8_groups: bool = Field(True, description="Build the datapath for INT8 weight groups (coefficient 254).")
     quant_lanes: int | None = Field(

@@ -1,17 +1,15 @@
-"""Adders as a choice: what sums in the datapath asks an adder strategy, never ``+`` itself."""
+"""Adders as a choice: lanes, adder trees and integer accumulators ask an adder strategy for their sums."""
 
 from amaranth.hdl import Cat, Const, Module, Signal, Value, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.kogge_stone import KoggeStone
-from kvant.hw.parameters import ParameterError
+from kvant.hw.parameters import ParameterError, check_integer
 
 
 class Plus:
     """The synthesis tool's own adder: carry chains on an FPGA."""
-
-    latency = 0
 
     def add(self, m: Module, name: str, a: Value, b: Value, *, width: int, carry: Value | None = None) -> Value:
         """Sum of two signed values and a carry.
@@ -37,8 +35,6 @@ class Plus:
 
 class KoggeStoneAdder:
     """A `KoggeStone` prefix adder for every sum; same interface as `Plus`."""
-
-    latency = 0
 
     def add(self, m: Module, name: str, a: Value, b: Value, *, width: int, carry: Value | None = None) -> Value:
         """Sum of two signed values and a carry, as in `Plus.add`, from a submodule `name`."""
@@ -99,6 +95,11 @@ class AdderTree(wiring.Component):
     -------
     i : In(Term(width)).array(count)
     o : Out(Term(width + levels))
+
+    Raises
+    ------
+    ParameterError
+        When *count* or *width* is not a positive integer, or there is no such adder.
     """
 
     LEVELS_PER_STAGE = 2
@@ -106,10 +107,8 @@ class AdderTree(wiring.Component):
     shorter one: products come late in a cycle."""
 
     def __init__(self, count: int, width: int, *, adder: str = "plus"):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ParameterError(f"count = {count!r}: legal is an integer from 1")
-        self.count = count
-        self.width = width
+        self.count = check_integer("count", count, 1)
+        self.width = check_integer("width", width, 1)
         self.adder = adder_strategy(adder)
         self.levels = self.levels_of(count)
         super().__init__({"i": In(Term(width)).array(count), "o": Out(Term(width + self.levels))})

@@ -14,11 +14,12 @@ coefficient byte        level of a code                             largest leve
 Magnitude 0 of an M-ANT group is not zero: codes 0x0 and 0x8 are +1 and -1.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from amaranth.hdl import Const, Value
+from kvant.hw.parameters import ParameterError, check_integer, is_integer
 
-from kvant.hw.parameters import ParameterError
+if TYPE_CHECKING:
+    from amaranth.hdl import Value
 
 LINEAR = 255
 """Coefficient byte of a linear group."""
@@ -30,12 +31,10 @@ MAX_COEFFICIENT = 127
 """Largest coefficient byte of an M-ANT group."""
 
 CODE_BITS = 4
+"""Bits of a code."""
+
 MAGNITUDES = 1 << (CODE_BITS - 1)
 """Magnitudes of a code: ``i`` is 0 to 7."""
-
-
-def _is_integer_between(value, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def levels(coefficient: int) -> tuple[int, ...]:
@@ -46,9 +45,9 @@ def levels(coefficient: int) -> tuple[int, ...]:
     ParameterError
         If the coefficient is not 0 .. 127 or 255: an INT8 group (254) has no 4-bit levels.
     """
-    if _is_integer_between(coefficient, LINEAR, LINEAR):
+    if is_integer(coefficient, LINEAR, LINEAR):
         return tuple(range(MAGNITUDES))
-    if not _is_integer_between(coefficient, 0, MAX_COEFFICIENT):
+    if not is_integer(coefficient, 0, MAX_COEFFICIENT):
         raise ParameterError(
             f"coefficient = {coefficient!r}: legal is an integer from 0 to {MAX_COEFFICIENT}, or {LINEAR} (linear)"
         )
@@ -63,8 +62,7 @@ def level(coefficient: int, code: int) -> int:
     ParameterError
         As `levels`, or if the code is not 0 .. 15.
     """
-    if not _is_integer_between(code, 0, 2 * MAGNITUDES - 1):
-        raise ParameterError(f"code = {code!r}: legal is an integer from 0 to {2 * MAGNITUDES - 1}")
+    check_integer("code", code, 0, 2 * MAGNITUDES - 1)
     magnitude = levels(coefficient)[code % MAGNITUDES]
     return -magnitude if code >= MAGNITUDES else magnitude
 
@@ -72,14 +70,14 @@ def level(coefficient: int, code: int) -> int:
 class CoefficientClass(NamedTuple):
     """One-bit expressions, exactly one of them 1: what kind of group a coefficient byte announces."""
 
-    mant: Value
-    linear: Value
-    int8: Value
-    illegal: Value
+    mant: "Value"
+    linear: "Value"
+    int8: "Value"
+    illegal: "Value"
 
 
 def decode_coefficient(
-    coefficient: Value, *, max_coefficient: int = MAX_COEFFICIENT, int8_groups: bool = True
+    coefficient: "Value", *, max_coefficient: int = MAX_COEFFICIENT, int8_groups: bool = True
 ) -> CoefficientClass:
     """Hardware decoder of a coefficient byte.
 
@@ -91,6 +89,8 @@ def decode_coefficient(
     int8_groups : bool
         The datapath has INT8 groups; without them 254 is illegal.
     """
+    from amaranth.hdl import Const  # here, so that software that only wants the numbers does not load Amaranth
+
     mant = coefficient <= max_coefficient
     linear = coefficient == LINEAR
     int8 = coefficient == INT8 if int8_groups else Const(0, 1)

@@ -11,7 +11,7 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.parameters import ParameterError
+from kvant.hw.parameters import check_integer
 
 FP32_BIAS = 127
 FP32_MANTISSA = 24
@@ -170,9 +170,7 @@ class ScaledProduct(wiring.Component):
     latency = 8
 
     def __init__(self, width: int):
-        if not 2 <= width <= 26:
-            raise ParameterError(f"width = {width!r}: legal is an integer from 2 to 26")
-        self.width = width
+        self.width = check_integer("width", width, 2, 26)
         super().__init__({"r": In(signed(width)), "x_scale": In(16), "w_scale": In(16), "p": Out(32)})
 
     @staticmethod

@@ -8,7 +8,7 @@ from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, add_with_carry, shift_right_sticky
-from kvant.hw.parameters import ParameterError
+from kvant.hw.parameters import check_integer
 
 FP16_MAX = 0x7BFF
 """Magnitude of 65504, the largest finite fp16 number."""
@@ -408,11 +408,8 @@ class Int8Quantizer(wiring.Component):
     """
 
     def __init__(self, lanes: int, group: int):
-        for name, value in {"lanes": lanes, "group": group}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ParameterError(f"{name} = {value!r}: legal is an integer from 1")
-        self.lanes = lanes
-        self.group = group
+        self.lanes = check_integer("lanes", lanes, 1)
+        self.group = check_integer("group", group, 1)
         # A word keeps its place while the rest of its group arrives, `GroupMaximum` works, and for four cycles more,
         # until its maximum is read; with the next power of two there is always room while results are taken.
         longest_stay = -(-group // lanes) + GroupMaximum.cycles(lanes) + 4

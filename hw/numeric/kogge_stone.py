@@ -4,7 +4,7 @@ from amaranth.hdl import Cat, Const, Module, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.parameters import ParameterError
+from kvant.hw.parameters import check_integer
 
 MAX_WIDTH = 1024
 """Widest adder that is built; far beyond anything in this project."""
@@ -50,14 +50,8 @@ class KoggeStone(wiring.Component):
     """
 
     def __init__(self, width: int, *, stages: int = 0):
-        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= MAX_WIDTH:
-            raise ParameterError(f"width = {width!r}: legal is an integer from 1 to {MAX_WIDTH}")
-        self.width = width
-        if isinstance(stages, bool) or not isinstance(stages, int) or not 0 <= stages <= len(self.spans):
-            raise ParameterError(
-                f"stages = {stages!r}: legal is an integer from 0 to {len(self.spans)} (prefix levels at width {width})"
-            )
-        self.stages = stages
+        self.width = check_integer("width", width, 1, MAX_WIDTH)
+        self.stages = check_integer("stages", stages, 0, len(self.spans), note=f" (prefix levels at width {width})")
         super().__init__(
             {
                 "a": In(width),

@@ -29,13 +29,14 @@ from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.adders import Term, adder_strategy
+from kvant.hw.numeric.codes import CODE_BITS
 from kvant.hw.parameters import ParameterError
 
 X_BITS = 8
-CODE_BITS = 4
-SIGN = 3
+"""Bits of an activation."""
+SIGN = CODE_BITS - 1
 """Place of the sign in a code."""
-DIGIT_SHIFT = 3
+DIGIT_SHIFT = CODE_BITS - 1
 """Weight of a digit's top bit, as a shift."""
 
 
