@@ -45,7 +45,7 @@ def plan(p: LinearParameters, *, tokens: int, inputs: int, outputs: int) -> list
     """
     limit = (1 << COUNT_WIDTH) - 1
     capacity = p.activation_words // p.beats
-    largest = {"tokens": None, "inputs": capacity * p.group, "outputs": limit * p.cols}
+    largest = {"tokens": None, "inputs": min(capacity, limit) * p.group, "outputs": limit * p.cols}
     for name, value in {"tokens": tokens, "inputs": inputs, "outputs": outputs}.items():
         if value < 1 or (largest[name] is not None and value > largest[name]):
             legal = "at least 1" if largest[name] is None else f"1 to {largest[name]}"

@@ -85,7 +85,7 @@ def _to_integers(rows: np.ndarray) -> list[int]:
 
 
 def _activations(p: LinearParameters, job: JobNumbers, x: np.ndarray) -> list[int]:
-    tokens = x[job.first_token : job.first_token + job.tokens].view(np.uint16)
+    tokens = np.ascontiguousarray(x[job.first_token : job.first_token + job.tokens]).view(np.uint16)
     transfers = []
     for group in range(job.groups):
         part = tokens[:, group * p.group : (group + 1) * p.group]

@@ -14,6 +14,7 @@ from kvant.hw.linear.engine import LinearEngine
 from kvant.hw.linear.jobs import plan
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.linear.timing import LinearTiming
+from kvant.hw.parameters import ParameterError
 from kvant.linear import INT8, golden_outputs, random_case
 from kvant.sim.linear import engine
 from kvant.sim.simulate import simulate
@@ -198,6 +199,14 @@ def test_illegal_jobs_are_dropped_with_an_error_and_the_next_one_runs():
     result = engine.collect(p, [job], trace, tokens=2, inputs=13, outputs=3)
     assert_equal_bits(result, golden_outputs(p, arrays))
     assert result["error"] == 1
+
+
+def test_a_product_of_more_groups_than_a_descriptor_counts_is_refused():
+    p = LinearParameters(rows=1, cols=1, group=1, activation_words=65536)
+    (job,) = plan(p, tokens=1, inputs=65535, outputs=1)
+    assert job.descriptor() >> 16 & 0xFFFF == 65535 and job.descriptor() >> 32 & 0xFFFF == 1
+    with pytest.raises(ParameterError, match="inputs = 65536: legal is 1 to 65535"):
+        plan(p, tokens=1, inputs=65536, outputs=1)
 
 
 def test_expected_transfers_are_those_of_the_rtl():
