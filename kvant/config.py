@@ -137,7 +137,12 @@ def preset_values(name: str) -> Mapping[str, object]:
     return tomllib.loads((PRESET_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def load(path: str | Path | None = None, overrides: Iterable[str] | None = ()) -> Config:
+def load(
+    path: str | Path | None = None,
+    overrides: Iterable[str] | None = (),
+    *,
+    arrays: Mapping[str, object] | None = None,
+) -> Config:
     """Compose a configuration.
 
     Parameters
@@ -147,6 +152,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | None = ()) -
     overrides : iterable of str
         ``FIELD=VALUE``, the value as in TOML (``64``, ``true``, ``[0, 5, 255]``); a bare word is a string. None, which
         the command line passes where no override is given, stands for none.
+    arrays : dict, optional
+        Fields that a user gave as 0-d arrays among the tensors; they win over everything else.
 
     Raises
     ------
@@ -157,6 +164,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] | None = ()) -
     if path is not None:
         layers.append(_file_layer(path))
     layers.append(("--set", parse_overrides(overrides or ())))
+    if arrays:
+        layers.append(("array", arrays))
     return compose(layers)
 
 

@@ -140,7 +140,7 @@ class LinearBlock:
             If an output differs from the golden model.
         """
         group = scalar(arrays, "group")
-        chosen = config.load(path, [*overrides, *([] if group is None else [f"group={group}"])])
+        chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
         p = chosen.linear
         check_arrays(arrays, ARRAYS, group=p.group)
         tensors = {"x": arrays["x"], **_weights(arrays, chosen)}

@@ -2,7 +2,9 @@
 
 import os
 import tempfile
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,24 +34,64 @@ class ArraySpec:
     required: bool = False
 
 
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy and zipfile raise for a file that is damaged, encrypted or of an unknown compression."""
+
+
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an ``.npz`` file; pickled objects are refused."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not hasattr(archive, "files"):
-                raise InputError(f"{path}: a single array; legal is an .npz archive of named arrays")
-            return {name: archive[name] for name in archive.files}
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{path}: a single array; legal is an .npz archive of named arrays")
+        with archive:
+            arrays = {name: archive[name] for name in archive.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path}: not a readable .npz archive ({str(error).splitlines()[0]})") from None
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{path}: not a readable .npz archive ({reason})") from None
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # NumPy hands out the bytes of a member that is no array
+            raise InputError(f"{path}: {name} is no array; legal is an .npz archive of named arrays")
+    return arrays
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that could not be written, before any work is done for it.
+
+    Raises
+    ------
+    InputError
+        Its folder, or the one in which its folder would be made, is none or not writable.
+    """
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise InputError(f"{path}: {folder} is a file; legal is a path in a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: folder {folder} is not writable")
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write an ``.npz`` archive; an existing file is replaced only by a complete one. Same arrays, same bytes."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npz")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
     try:
         with os.fdopen(handle, "wb") as file:
             np.savez(file, **arrays)

@@ -30,12 +30,13 @@ def register(app: typer.Typer):
         from kvant.blocks import get_block
         from kvant.errors import InputError
         from kvant.sim.toolchain import wave_suffix
-        from kvant.tensors import read_npz, write_npz
+        from kvant.tensors import check_target, read_npz, write_npz
 
         if not 0 <= stall < 1:
             raise InputError(f"--stall {stall}: legal is a probability from 0 to below 1")
         if out.is_dir() or out.suffix != ".npz":
             raise InputError(f"--out {out}: legal is a file name that ends in .npz")
+        check_target(out)
         implementation = get_block(block)
         arrays = read_npz(data)
         wave_file = out.with_suffix(wave_suffix(simulator.value)) if waves else None

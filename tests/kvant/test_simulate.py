@@ -1,10 +1,15 @@
 """``kvant simulate``: a user's tensors in, the RTL's tensors out, bad input refused in one line."""
 
+import io
+import zipfile
+
 import numpy as np
 import pytest
 
 from kvant import config
-from kvant.linear import golden_outputs, random_case
+from kvant.errors import InputError
+from kvant.linear import BLOCK, golden_outputs, random_case
+from kvant.tensors import read_npz
 
 SMALL = ("rows=4", "cols=2", "group=8")
 
@@ -111,7 +116,7 @@ BAD = {
     "negative scale": (lambda a: a | {"w_scale": -a["w_scale"]}, ["w_scale"]),
     "NaN scale": (lambda a: a | {"w_scale": a["w_scale"] * np.float16(np.nan)}, ["w_scale"]),
     "both kinds of weights": (lambda a: a | {"w": a["w_codes"].astype(np.float32)}, ["w_codes", "together with w"]),
-    "group of zero": (lambda a: a | {"group": np.array(0)}, ["group = 0", "1 to 256"]),
+    "group of zero": (lambda a: a | {"group": np.array(0)}, ["array: group = 0", "1 to 256"]),
     "group as a vector": (lambda a: a | {"group": np.array([8])}, ["group", "0-d"]),
     "group as a float": (lambda a: a | {"group": np.array(8.0)}, ["group", "float64"]),
 }
@@ -152,12 +157,92 @@ def test_inputs_that_do_not_fit_the_buffers_name_the_field_to_turn(simulate, cas
     assert_one_line_error(result, "inputs = 13", "activation_words = 3")
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04broken"])
+def npy():
+    """A small array as a file."""
+    file = io.BytesIO()
+    np.save(file, np.zeros((4, 16), np.float16))
+    return file.getvalue()
+
+
+def archive_of(content, compression=zipfile.ZIP_STORED):
+    """An archive with one member `x.npy`."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        archive.writestr("x.npy", content)
+    return bytearray(file.getvalue())
+
+
+def damaged(kind):
+    """Files that fail to be read in different ways, deep within NumPy."""
+    if kind == "damaged compression":
+        content = archive_of(npy(), zipfile.ZIP_DEFLATED)
+        content[35:45] = b"\xff" * 10  # behind the member's header: a block of a type that there is not
+        return content
+    if kind == "broken header":
+        return archive_of(npy().replace(b"}", b" "))
+    if kind == "larger than any memory":
+        return archive_of(npy().replace(b"(4, 16), }" + b" " * 16, b"(4, 16%s), }" % (b"0" * 16)))
+    if kind == "member that is no array":
+        return archive_of(b"text")
+    content = archive_of(npy())
+    entry = content.index(b"PK\x01\x02")
+    if kind == "encrypted":
+        content[entry + 8] |= 1
+    else:
+        content[entry + 10] = content[8] = 99
+    return content
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04broken", npy()])
 def test_a_file_that_is_no_archive_is_refused(content, kvant, tmp_path, assert_one_line_error):
     source = tmp_path / "in.npz"
     source.write_bytes(content)
     result = kvant("simulate", "linear", "--data", source, "--out", tmp_path / "out.npz")
     assert_one_line_error(result, "in.npz")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "damaged compression",
+        "broken header",
+        "larger than any memory",
+        "member that is no array",
+        "encrypted",
+        "unknown compression",
+    ],
+)
+def test_a_damaged_archive_is_refused(kind, tmp_path):
+    source = tmp_path / "in.npz"
+    source.write_bytes(damaged(kind))
+    with pytest.raises(InputError, match=r"in\.npz: .*arch") as caught:
+        read_npz(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(
+    simulate, kvant, case, assert_one_line_error
+):
+    _, target = simulate(case)
+    source = target.with_name("in.npz")
+    result = kvant("simulate", "linear", "--data", source, "--out", source / "out.npz", "--set", "rows=4")
+    assert_one_line_error(result, "out.npz", "in.npz is a file")
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_case_23_the_order_of_arrays_in_memory_does_not_matter(rows):
+    """One group of as many inputs as lanes: nothing on the way copies the arrays."""
+    overrides = (f"rows={rows}", "cols=2", "group=8")
+    arrays = random_case(config.load(None, overrides), tokens=4, outputs=3, inputs=8, seed=1)
+    results = [
+        BLOCK.simulate(
+            {name: np.array(array, order=order) for name, array in arrays.items()},
+            overrides=overrides,
+            simulator="amaranth",
+        )
+        for order in "CF"
+    ]
+    assert all(np.array_equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_unknown_block_and_missing_file_are_refused(kvant, tmp_path, assert_one_line_error):
