@@ -1,7 +1,6 @@
 """kvant doctor: what is there, what works, what to install."""
 
 import importlib.metadata
-import os
 
 import pytest
 from packaging.requirements import Requirement
@@ -65,15 +64,17 @@ def test_version_out_of_bounds_is_not_ok(findings, monkeypatch):
     assert ">=2.1" in found.wanted
 
 
-def test_broken_yosys_fails_the_core_with_its_reason(findings, monkeypatch, tmp_path):
-    broken = tmp_path / "yosys"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("AMARANTH_USE_YOSYS", "system")
-    monkeypatch.setenv("YOSYS", str(broken))
+def test_broken_yosys_fails_the_core_with_its_reason(findings, monkeypatch):
+    monkeypatch.setattr("kvant.hw.emit._SCRIPT", "no_such_command\n")
     check = findings()["check: Verilog"]
-    assert not check.ok and check.needed_for == "core" and check.found
+    assert not check.ok and check.needed_for == "core" and "no_such_command" in check.found
+
+
+def test_absent_yosys_is_a_finding_of_the_core(findings, monkeypatch):
+    monkeypatch.setattr("kvant.hw.emit.find_spec", lambda package: None)
+    found = findings()
+    assert (found["yosys"].found, found["yosys"].ok, found["yosys"].needed_for) == ("absent", False, "core")
+    assert not found["check: Verilog"].ok
 
 
 @pytest.mark.parametrize(
