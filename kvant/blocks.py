@@ -1,13 +1,16 @@
 """The blocks that can be generated, each behind one small protocol."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvant.errors import InputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
     from amaranth.lib import wiring
 
     from kvant.config import Config
@@ -58,6 +61,20 @@ class Block(Protocol):
 
     def vectors(self, config: "Config", seed: int) -> Vectors:
         """A small random case with the results of the golden model."""
+
+    def simulate(
+        self,
+        arrays: "dict[str, np.ndarray]",
+        *,
+        path: "Path | None" = None,
+        overrides: Iterable[str] = (),
+        simulator: str = "verilator",
+        stall: float = 0.0,
+        seed: int = 0,
+        waves: "Path | None" = None,
+        check: bool = True,
+    ) -> "dict[str, np.ndarray]":
+        """A user's tensors through the simulated RTL, see `kvant.linear.LinearBlock.simulate`."""
 
 
 def get_block(name: str) -> Block:

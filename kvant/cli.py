@@ -33,6 +33,7 @@ OPTIONAL_MODULES = {
     "transformers": "llm",
     "gguf": "llm",
     "tokenizers": "llm",
+    "huggingface_hub": "llm",
     "cocotb": "sim",
     "cocotbext": "sim",
     "cocotb_tools": "sim",
@@ -95,16 +96,15 @@ def _is_help(error: Exception) -> bool:
 
 def exit_code(error: Exception) -> int:
     """The exit code that *error* stands for."""
+    if isinstance(error, (InputError, ParameterError, TensorError, OSError)) or hasattr(error, "format_message"):
+        return BAD_INPUT
     from kvant.fpga import errors as flow  # only read where something went wrong
-    from kvant.golden.models.errors import ModelError
+    from kvant.hw.emit import EmitError
     from kvant.sim import errors as simulation
 
-    failed = (ComparisonError, simulation.SimulationError, flow.ConstraintError)
-    bad = (InputError, ParameterError, TensorError, ModelError, flow.TargetError, OSError)
-    missing = (simulation.ToolError, flow.ToolError)
-    if isinstance(error, failed):
+    if isinstance(error, (ComparisonError, simulation.SimulationError, flow.ConstraintError)):
         return FAILED_COMPARISON
-    if isinstance(error, bad + missing) or hasattr(error, "format_message"):
+    if isinstance(error, (flow.TargetError, EmitError, simulation.ToolError, flow.ToolError)):
         return BAD_INPUT
     return INTERNAL_ERROR
 
@@ -129,7 +129,7 @@ def _quiet_exit_on_closed_pipe() -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Entry point of the program ``kvant``: exit code 0, 1 (comparison failed), 2 (bad input) or 130 (Ctrl-C)."""
+    """Entry point of the program ``kvant``: exit code 0, or one of the numbers above."""
     # Amaranth warns of hardware that was made and not converted, which an error in between leaves behind.
     warnings.filterwarnings("ignore", message=".* created but never used")
     try:

@@ -60,7 +60,7 @@ def verilator_root() -> Path:
 
 def _verilator_runtime(waves: bool) -> Path:
     """Where the compiled runtime library of Verilator's models is kept; it depends on no design."""
-    compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout
+    compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False).stdout
     key = "\0".join([metadata.version("verilator"), compiler.split("\n", 1)[0], str(waves)])
     return cache_folder() / "verilator-runtime" / hashlib.sha256(key.encode()).hexdigest()[:24]
 

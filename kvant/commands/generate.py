@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
         from kvant.blocks import get_block
         from kvant.config import load
         from kvant.errors import InputError
-        from kvant.hw.emit import EmitError, emit
+        from kvant.hw.emit import emit
         from kvant.manifest import make_manifest
 
         chosen = get_block(block)
@@ -49,10 +49,7 @@ def register(app: typer.Typer) -> None:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", prefix):
             raise InputError(f"--prefix {prefix!r}: legal is a letter, then letters, digits and underscores")
         _check_folder(out, name)
-        try:
-            design = emit(chosen.build(configuration), name, parameters=chosen.parameters(configuration))
-        except EmitError as error:
-            raise InputError(str(error)) from None
+        design = emit(chosen.build(configuration), name, parameters=chosen.parameters(configuration))
         files = {
             f"{name}.sv": design.verilog,
             MANIFEST: _json(make_manifest(design, block, chosen, configuration)),

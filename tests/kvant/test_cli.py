@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
@@ -10,6 +9,8 @@ import typer
 from kvant import cli
 from kvant.errors import ComparisonError, InputError
 from kvant.golden.errors import TensorError
+from kvant.golden.models.errors import ModelError
+from kvant.hw.emit import EmitError
 from kvant.hw.parameters import ParameterError
 
 
@@ -54,12 +55,6 @@ def test_help_imports_nothing_heavy():
     assert result.stdout.strip() == "[]"
 
 
-def test_help_answers_within_two_seconds(kvant):
-    start = time.monotonic()
-    kvant("--help")
-    assert time.monotonic() - start < 2
-
-
 @pytest.mark.parametrize("arguments", [["--nonsense"], ["nonsense"], ["doctor", "nonsense"], ["doctor", "--nonsense"]])
 def test_usage_error_is_one_line_and_exit_code_2(kvant, assert_one_line_error, arguments):
     assert_one_line_error(kvant(*arguments), "nonsense")
@@ -71,6 +66,8 @@ def test_usage_error_is_one_line_and_exit_code_2(kvant, assert_one_line_error, a
         (InputError("rows = 0: legal is 1 to 64"), 2),
         (ParameterError("rows = 0: legal is 1 to 64"), 2),
         (TensorError("w: not finite"), 2),
+        (ModelError("m.gguf: not a whole GGUF file"), 2),
+        (EmitError("Yosys not found"), 2),
         (FileNotFoundError(2, "No such file or directory", "in.npz"), 2),
         (PermissionError(13, "Permission denied", "out.npz"), 2),
         (ComparisonError("y[0, 1] = 1.0, expected 2.0"), 1),
