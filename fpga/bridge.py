@@ -109,12 +109,18 @@ class SerialBridge(wiring.Component):
             port = getattr(component, stream)
             m.d.comb += Cat(port.payload[field] if dot else port).eq(value)
 
+        # A register behind the queue: a block RAM is slow to read, and opcodes take a while to tell apart.
+        octet, full, take = Signal(8), Signal(), Signal()
+        m.d.comb += queue.r_en.eq(~full | take)
+        with m.If(queue.r_en):
+            m.d.sync += [octet.eq(queue.r_data), full.eq(queue.r_rdy)]
+
         with m.FSM(name="receive"):
             with m.State("OPCODE"):
-                m.d.comb += queue.r_en.eq(~acknowledge & ~report)
-                with m.If(queue.r_rdy & queue.r_en):
+                m.d.comb += take.eq(~acknowledge & ~report)
+                with m.If(full & take):
                     m.next = "UNKNOWN"
-                    with m.Switch(queue.r_data):
+                    with m.Switch(octet):
                         for n, channel in enumerate(channels):
                             with m.Case(channel.opcode):
                                 m.d.sync += chosen.eq(n)
@@ -125,14 +131,14 @@ class SerialBridge(wiring.Component):
                 m.d.sync += flags[2].eq(1)
                 m.next = "OPCODE"
             with m.State("COUNT"):
-                m.d.comb += queue.r_en.eq(1)
-                m.d.sync += [transfers_left.eq(queue.r_data), bytes_left.eq(size)]
-                with m.If(queue.r_rdy):
+                m.d.comb += take.eq(1)
+                m.d.sync += [transfers_left.eq(octet), bytes_left.eq(size)]
+                with m.If(full):
                     m.next = "BYTES"
             with m.State("BYTES"):
-                m.d.comb += queue.r_en.eq(1)
-                with m.If(queue.r_rdy):
-                    m.d.sync += [word.eq(Cat(word[8:], queue.r_data)), bytes_left.eq(bytes_left - 1)]
+                m.d.comb += take.eq(1)
+                with m.If(full):
+                    m.d.sync += [word.eq(Cat(word[8:], octet)), bytes_left.eq(bytes_left - 1)]
                     with m.If(bytes_left == 1):
                         m.next = "HAND OVER"
             with m.State("HAND OVER"):
@@ -144,8 +150,8 @@ class SerialBridge(wiring.Component):
                         m.d.sync += acknowledge.eq(1)
                         m.next = "OPCODE"
             with m.State("REPORT"):  # the count byte is there for uniformity
-                m.d.comb += queue.r_en.eq(1)
-                with m.If(queue.r_rdy):
+                m.d.comb += take.eq(1)
+                with m.If(full):
                     m.d.sync += [acknowledge.eq(1), report.eq(1)]
                     m.next = "OPCODE"
 
