@@ -17,10 +17,8 @@ from pydantic import Field, field_validator
 
 from kvant.errors import InputError
 from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.numeric.codes import LINEAR
 from kvant.hw.parameters import ParameterError, Parameters
-
-LINEAR_TYPE = 255
-"""Coefficient byte of the linear type, legal in every table beside 0..max_coefficient."""
 
 TABLE_ENTRIES = 16
 """Largest number of coefficients in a table."""
@@ -42,7 +40,11 @@ OWN_FIELDS = {
 
 
 class CacheParameters(Parameters):
-    """Shape of the cache and attention blocks and of the memory port."""
+    """Shape of the cache and attention blocks and of the memory port.
+
+    No block that is generated today reads these fields: they are checked, kept in the manifest's configuration, and
+    change nothing of `linear`, whose own parameters the manifest lists apart.
+    """
 
     lanes: int = Field(8, ge=1, le=256, description="Elements per cycle of the cache and attention blocks.")
     statistic: Literal["variance", "moment"] = Field(
@@ -246,7 +248,7 @@ def legal(name: str) -> str:
     if name == "preset":
         return "one of " + ", ".join(repr(preset) for preset in presets())
     if name == "coefficients":
-        return f"1 to {TABLE_ENTRIES} integers, each from 0 to max_coefficient or {LINEAR_TYPE}"
+        return f"1 to {TABLE_ENTRIES} integers, each from 0 to max_coefficient or {LINEAR}"
     if name == "thresholds":
         return f"one integer fewer than coefficients, each from 0 to {THRESHOLD_LIMIT}, none below the one before it"
     return next(section.legal(name) for section in SECTIONS.values() if name in section.model_fields)
@@ -305,10 +307,10 @@ def _integers(name: str, value: object, limit: int) -> tuple[int, ...]:
 
 def _check_table(table: Sequence[int], max_coefficient: int):
     for index, entry in enumerate(table):
-        if entry != LINEAR_TYPE and not 0 <= entry <= max_coefficient:
+        if entry != LINEAR and not 0 <= entry <= max_coefficient:
             raise InputError(
                 f"coefficients[{index}] = {entry}: legal is an integer from 0 to max_coefficient = {max_coefficient}, "
-                f"or {LINEAR_TYPE}"
+                f"or {LINEAR}"
             )
 
 
@@ -317,7 +319,7 @@ def _thresholds(value: object, entries: int) -> tuple[int, ...] | None:
         return None
     if value in ([], ()) and entries == 1:
         return ()
-    thresholds = _integers("thresholds", value, THRESHOLD_LIMIT)
+    thresholds = _integers("thresholds", value, TABLE_ENTRIES)
     if len(thresholds) != entries - 1:
         raise InputError(
             f"thresholds has {len(thresholds)} entries: legal is {entries - 1}, "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,11 @@ from kvant.blocks import Vectors
 from kvant.config import Config
 from kvant.errors import ComparisonError, InputError
 from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.numeric.codes import INT8
 from kvant.tensors import ArraySpec, check_arrays, scalar
+
+if TYPE_CHECKING:
+    from kvant.golden.linear.weights import QuantizedWeights
 
 ARRAYS = [
     ArraySpec("x", "float16", ("T", "K"), required=True),
@@ -25,9 +29,6 @@ ARRAYS = [
 """What ``kvant simulate linear`` takes: activations, and weights either in fp32 or quantised."""
 
 QUANTISED = ("w_codes", "w_scale", "w_coeff")
-
-INT8 = 254
-"""Coefficient byte of a group whose elements are INT8."""
 
 
 class LinearBlock:
@@ -149,7 +150,7 @@ class LinearBlock:
 
         result = engine.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
         if check:
-            _compare(golden_outputs(p, tensors), result)
+            compare(golden_outputs(p, tensors), result)
         shape = {name: np.array(getattr(p, name), np.int64) for name in ("group", "rows", "cols", "lanes")}
         return result | {name: array for name, array in tensors.items() if name != "x"} | shape
 
@@ -199,12 +200,7 @@ def _weights(arrays: dict[str, np.ndarray], chosen: Config) -> dict[str, np.ndar
 
         from kvant.golden.linear.search import quantize_weights
 
-        quantised = quantize_weights(arrays["w"], p.group, chosen.coefficients, name="w")
-        return {
-            "w_codes": quantised.codes.numpy(),
-            "w_scale": quantised.scale.numpy(),
-            "w_coeff": quantised.coefficient.numpy(),
-        }
+        return weight_arrays(quantize_weights(arrays["w"], p.group, chosen.coefficients, name="w"))
     for name in QUANTISED:
         if name not in arrays:
             raise InputError(f"array {name}: missing; legal is either w or {', '.join(QUANTISED)}")
@@ -218,8 +214,22 @@ def _weights(arrays: dict[str, np.ndarray], chosen: Config) -> dict[str, np.ndar
     return given
 
 
-def _compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> None:
-    """Hold the RTL's outputs against the golden model, bit for bit."""
+def weight_arrays(weights: "QuantizedWeights") -> dict[str, np.ndarray]:
+    """Quantised weights as `ARRAYS` names them."""
+    arrays = {"w_codes": weights.codes, "w_scale": weights.scale, "w_coeff": weights.coefficient}
+    if weights.int8 is not None:
+        arrays["w_int8"] = weights.int8
+    return {name: array.numpy() for name, array in arrays.items()}
+
+
+def compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> int:
+    """Hold the RTL's outputs against the golden model, bit for bit; returns how many values were compared.
+
+    Raises
+    ------
+    ComparisonError
+        Naming the first value that differs.
+    """
     for name, expected in golden.items():
         bits = f"u{expected.itemsize}"
         differs = np.argwhere(result[name].view(bits) != expected.view(bits))
@@ -229,3 +239,4 @@ def _compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray])
                 f"{name}{list(index)} = {result[name][index]!r} in the RTL, {expected[index]!r} in the golden model "
                 f"({len(differs)} of {expected.size} values differ)"
             )
+    return sum(expected.size for expected in golden.values())

@@ -102,6 +102,7 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         If an output of the RTL differs from the golden model.
     """
     from kvant.golden.models import slice as model_slice
+    from kvant.linear import weight_arrays
 
     step = _Steps(console)
     p = chosen.linear
@@ -120,7 +121,7 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
     with step("Verilog generated") as say:
         say(generate(p, folder))
 
-    arrays = {"x": x, **_weight_arrays(weights)}
+    arrays = {"x": x, **weight_arrays(weights)}
     with step(f"Simulated on {simulator}: {len(x)} tokens (prefill)") as say:
         prefill = simulate(p, arrays, simulator)
         say(f"{int(prefill.arrays['cycles'])} cycles, array use {prefill.use:.3f}")
@@ -205,18 +206,11 @@ def generate(p, folder: Path) -> str:
 
 def simulate(p, arrays: "dict[str, np.ndarray]", simulator: str) -> Run:
     """Multiply *arrays* in the simulated RTL."""
-    from kvant.hw.linear.engine import LinearEngine
-    from kvant.hw.linear.jobs import plan
     from kvant.sim.linear import engine
-    from kvant.sim.simulate import simulate as simulate_component
 
     tokens, inputs = arrays["x"].shape
-    outputs = len(arrays["w_codes"])
-    jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
-    stimulus = engine.stimulus(p, jobs, arrays)
-    trace = simulate_component(lambda: LinearEngine(p), TOP, stimulus, simulator=simulator, design_key=p)
-    result = engine.collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs)
-    use = tokens * inputs * outputs / (int(result["cycles"]) * p.lanes)
+    result, trace = engine.play(p, arrays, name=TOP, simulator=simulator, design_key=p)
+    use = tokens * inputs * len(arrays["w_codes"]) / (int(result["cycles"]) * p.lanes)
     return Run(tokens, result, trace, use)
 
 
@@ -228,23 +222,13 @@ def compare(weights: "QuantizedWeights", x: "np.ndarray", run: Run) -> int:
     ComparisonError
         Naming the first value that differs.
     """
-    import numpy as np
-
-    from kvant.errors import ComparisonError
+    from kvant import linear
     from kvant.golden.linear.engine import multiply
     from kvant.golden.numeric.int8 import quantize_int8
 
     groups = quantize_int8(x, weights.group)
     golden = {"x_q": groups.q, "x_scale": groups.scale, "y": multiply(groups.q, groups.scale, weights)}
-    compared = 0
-    for name, expected in golden.items():
-        wanted, got = expected.numpy(), run.arrays[name]
-        differing = np.argwhere(wanted.view(f"u{wanted.itemsize}") != got.view(f"u{got.itemsize}"))
-        if len(differing):
-            index = tuple(map(int, differing[0]))
-            raise ComparisonError(f"{name}{list(index)} = {got[index]!r} in the RTL, golden model {wanted[index]!r}")
-        compared += wanted.size
-    return compared
+    return linear.compare({name: tensor.numpy() for name, tensor in golden.items()}, run.arrays)
 
 
 def draw(
@@ -254,7 +238,7 @@ def draw(
     import numpy as np
 
     from kvant import plots
-    from kvant.golden.numeric.codes import levels
+    from kvant.golden.numeric.codes import LINEAR, levels
 
     outputs, inputs = tile.weight.shape
     group = chosen.linear.group
@@ -267,7 +251,7 @@ def draw(
     for coefficient in (table[index] for index in picks):
         share = float((weights.coefficient == coefficient).double().mean())
         magnitudes = levels(coefficient).double().numpy()
-        label = "linear" if coefficient == max(table) == 255 else f"a = {coefficient}"
+        label = "linear" if coefficient == LINEAR else f"a = {coefficient}"
         shown[f"{label}, {100 * share:.0f} % of groups"] = (
             np.concatenate([-magnitudes[::-1], magnitudes]) / magnitudes[-1]
         )
@@ -297,14 +281,6 @@ def _int8_values(x: "np.ndarray", group: int) -> "np.ndarray":
     groups = quantize_int8(x, group)
     scale = groups.scale.double().repeat_interleave(group, -1)[:, : x.shape[1]]
     return (groups.q.double() * scale).numpy()
-
-
-def _weight_arrays(weights: "QuantizedWeights") -> "dict[str, np.ndarray]":
-    return {
-        "w_codes": weights.codes.numpy(),
-        "w_scale": weights.scale.numpy(),
-        "w_coeff": weights.coefficient.numpy(),
-    }
 
 
 def _write_tensors(folder: Path, arrays: "dict[str, np.ndarray]", run: Run):

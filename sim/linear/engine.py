@@ -5,11 +5,9 @@ import numpy as np
 from kvant.hw.linear.engine import LinearEngine
 from kvant.hw.linear.jobs import JobNumbers, plan
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
+from kvant.hw.numeric.codes import INT8
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
-
-INT8 = 254
-"""Coefficient byte of a group whose elements are INT8."""
 
 
 def run(
@@ -39,19 +37,18 @@ def run(
         ``y`` f32 [T, N], ``x_q`` i8 [T, K], ``x_scale`` f16 [T, ceil(K/G)]; 0-d i64: ``cycles`` from the first
         activation or weight transfer to the last output transfer, ``busy_cycles``, ``nonfinite``, ``error``.
     """
+    return play(p, arrays, name=name, simulator=simulator, stall=stall, seed=seed, waves=waves, design_key=p)[0]
+
+
+def play(
+    p: LinearParameters, arrays: dict[str, np.ndarray], *, name: str = "linear", **options
+) -> tuple[dict[str, np.ndarray], Trace]:
+    """As `run`, with the trace; *options* are those of `kvant.sim.simulate.simulate`."""
     tokens, inputs = arrays["x"].shape
     outputs = arrays["w_codes"].shape[0]
     jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
-    trace = simulate(
-        lambda: LinearEngine(p),
-        name,
-        stimulus(p, jobs, arrays),
-        simulator=simulator,
-        stall=stall,
-        seed=seed,
-        waves=waves,
-    )
-    return collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs)
+    trace = simulate(lambda: LinearEngine(p), name, stimulus(p, jobs, arrays), **options)
+    return collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs), trace
 
 
 def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.ndarray]) -> Stimulus:

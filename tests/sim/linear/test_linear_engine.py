@@ -39,12 +39,7 @@ def assert_equal_bits(result, golden):
 
 def play(p, arrays, **options):
     """Simulate without the cache of designs, on the component as it is now; Amaranth's simulator if not told."""
-    tokens, inputs = arrays["x"].shape
-    outputs = arrays["w_codes"].shape[0]
-    jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
-    stimulus = engine.stimulus(p, jobs, arrays)
-    trace = simulate(lambda: LinearEngine(p), "linear", stimulus, **{"simulator": "amaranth"} | options)
-    return engine.collect(p, jobs, trace, tokens=tokens, inputs=inputs, outputs=outputs)
+    return engine.play(p, arrays, **{"simulator": "amaranth"} | options)[0]
 
 
 def read_known_answer(path):
