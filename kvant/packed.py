@@ -18,14 +18,13 @@ and ``sha256`` over all of this. Same weights, same bytes.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.errors import InputError
+from kvant.files import replaced
 from kvant.golden.errors import TensorError
 
 if TYPE_CHECKING:
@@ -63,10 +62,6 @@ class PackedModel:
     def bytes(self) -> dict[str, int]:
         """Bytes of codes, scales, coefficients and INT8 side planes, as stored."""
         return total_bytes(self.tensors.values())
-
-    def dequantized(self) -> dict[str, "torch.Tensor"]:
-        """Float32 values by name, as `kvant.golden.models.llama.Llama` takes them in place of the model's."""
-        return {name: weights.dequantize() for name, weights in self.tensors.items()}
 
     def check_source(self, model) -> None:
         """Refuse to be used with another model than the one the weights were made from.
@@ -146,15 +141,8 @@ def save(path: Path, tensors: Mapping[str, "QuantizedWeights"], configuration: d
     metadata = {_KEY: _canonical(header | {"sha256": _header_digest(header)})}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with replaced(path) as temporary:
         save_file(planes, temporary, metadata)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def load(path: Path) -> PackedModel:
@@ -265,9 +253,3 @@ def _digest(plane: "torch.Tensor") -> str:
     state = hashlib.sha256(f"{plane.dtype} {list(plane.shape)}".encode())
     state.update(plane.contiguous().numpy().tobytes())
     return state.hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,7 +1,6 @@
 """Named arrays of a user: read, checked against what a block takes, written whole or not at all."""
 
 import os
-import tempfile
 import tokenize
 import zipfile
 import zlib
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvant.errors import InputError
+from kvant.files import replaced
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,10 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".npz")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with replaced(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def scalar(arrays: dict[str, np.ndarray], name: str) -> int | None:

@@ -16,7 +16,7 @@ from kvant.golden.errors import TensorError
 from kvant.golden.linear.objective import Objective, cut_moment
 from kvant.golden.linear.search import Chunk, chunks
 from kvant.golden.linear.threads import independent_threads
-from kvant.golden.numeric.rounding import fp16
+from kvant.golden.numeric.rounding import FP16_MAX, fp16
 from kvant.golden.numeric.tensors import as_tensor, check_group, group_count
 
 Approximate = Callable[[torch.Tensor], torch.Tensor]
@@ -131,7 +131,7 @@ class GroupFormat(Format):
 def fp16_scale(absmax: torch.Tensor, factor: float, largest: float) -> torch.Tensor:
     """``fp16(factor * absmax / largest)`` as f32, saturating instead of overflowing."""
     scale = fp16(absmax.to(torch.float64) * (factor / largest))
-    return scale.clamp(max=65504.0).to(torch.float32)
+    return scale.clamp(max=FP16_MAX).to(torch.float32)
 
 
 def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kvant.golden.formats.base import Approximate, GroupFormat, divide, fp16_scale, nearest
+from kvant.golden.numeric.rounding import FP16_MAX
 
 
 def _absmax(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Int4Asymmetric(GroupFormat):
         def at(factor: float) -> Approximate:
             def approximate(x: torch.Tensor) -> torch.Tensor:
                 low, high = x.aminmax(dim=-1, keepdim=True)
-                low = (low * factor).clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
+                low = (low * factor).clamp(-FP16_MAX, FP16_MAX).to(torch.float16).to(torch.float32)
                 scale = fp16_scale(high * factor - low, 1.0, 15)
                 return low + scale * divide(x - low, scale).round().clamp(0, 15)
 

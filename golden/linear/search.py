@@ -26,7 +26,7 @@ from kvant.golden.numeric.codes import (
     unchecked_encode,
 )
 from kvant.golden.numeric.int8 import int8_groups
-from kvant.golden.numeric.rounding import fp16
+from kvant.golden.numeric.rounding import FP16_OVERFLOW, fp16
 from kvant.golden.numeric.tensors import as_tensor, check_group, check_shape, group_count
 
 CHUNK = 1 << 17
@@ -233,11 +233,11 @@ class _Search:
 
     def check_range(self, x: torch.Tensor, keep: torch.Tensor | None, chunk: Chunk, name: str) -> None:
         """Refuse groups of a chunk that no candidate's scale reaches (nor INT8's, where *keep* is set)."""
-        limit = torch.tensor((65520.0 * self._largest / self._factor).max().item(), dtype=torch.float64)
+        limit = torch.tensor((FP16_OVERFLOW * self._largest / self._factor).max().item(), dtype=torch.float64)
         if keep is not None:
-            limit = torch.where(keep, 65520.0 * 127, limit)
+            limit = torch.where(keep, FP16_OVERFLOW * 127, limit)
         absmax = x.abs().amax(-1).to(torch.float64)
-        beyond = absmax >= limit  # 65520 is where fp16 rounds to infinity
+        beyond = absmax >= limit
         if beyond.any():
             row, group = beyond.T.nonzero()[0].tolist()
             raise TensorError(

@@ -9,6 +9,9 @@ import torch
 FP16_MAX = 65504.0
 """Largest finite binary16 value."""
 
+FP16_OVERFLOW = 65520.0
+"""Least magnitude that rounds to an infinite binary16: halfway between `FP16_MAX` and the next power of two."""
+
 _FP16_MANTISSA = 10  # stored fraction bits
 _FP16_MIN_EXPONENT = -14  # of the smallest normal number
 _FP16_BEYOND = 131072.0  # rounds to infinity, as does everything larger
