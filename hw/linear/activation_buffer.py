@@ -1,6 +1,6 @@
 """INT8 activations of a job: quantised on the way in, read back once per weight tile."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -17,7 +17,7 @@ def activation_input(p: LinearParameters) -> data.StructLayout:
 
 def quantized_output(p: LinearParameters) -> data.StructLayout:
     """Payload of the INT8 port: a word of `rows` values, the group's fp16 scale, the end of a group."""
-    return data.StructLayout({"data": data.ArrayLayout(8, p.rows), "user": 16, "last": 1})
+    return data.StructLayout({"data": data.ArrayLayout(signed(8), p.rows), "user": 16, "last": 1})
 
 
 class ActivationBuffer(wiring.Component):
@@ -51,8 +51,6 @@ class ActivationBuffer(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self.capacity = p.activation_words // p.beats
-        """Groups that fit."""
         super().__init__(
             {
                 "start": In(1),
@@ -65,7 +63,7 @@ class ActivationBuffer(wiring.Component):
                 "newest": Out(index_width(p.activation_words + 1)),
                 "read": In(1),
                 "word_address": In(index_width(p.activation_words)),
-                "group_address": In(index_width(self.capacity)),
+                "group_address": In(index_width(p.stored_groups)),
                 "word": Out(8 * p.rows),
                 "scale": Out(16),
                 "nonfinite": Out(1),
@@ -80,7 +78,7 @@ class ActivationBuffer(wiring.Component):
         m.submodules.words = words = memory.Memory(
             shape=8 * p.rows, depth=p.activation_words, init=[], attrs={"no_rw_check": 1}
         )
-        m.submodules.scales = scales = memory.Memory(shape=16, depth=self.capacity, init=[], attrs={"no_rw_check": 1})
+        m.submodules.scales = scales = memory.Memory(shape=16, depth=p.stored_groups, init=[], attrs={"no_rw_check": 1})
 
         # Input side: cut the stream into groups.
         open_ = Signal()  # elements of the job are still to come
@@ -118,7 +116,7 @@ class ActivationBuffer(wiring.Component):
 
         # Output side: collect words of `rows` values and store them.
         q, xq = quantizer.o, self.xq
-        parts = p.rows // p.x_lanes
+        parts = p.word_transfers
         part = Signal(range(max(2, parts)))
         word = Signal(8 * p.rows)
         word_scale = Signal(16)
@@ -151,7 +149,7 @@ class ActivationBuffer(wiring.Component):
         word_write, word_read = words.write_port(), words.read_port()
         scale_write, scale_read = scales.write_port(), scales.read_port()
         store = xq.valid & xq.ready
-        group_number = Signal(index_width(self.capacity + 1))
+        group_number = Signal(index_width(p.stored_groups + 1))
         following_group = Signal(index_width(p.activation_words + p.beats))  # its first word
         word_first = Signal()
         m.d.comb += [

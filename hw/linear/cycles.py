@@ -150,7 +150,7 @@ def _word_ready(p: LinearParameters, timing: LinearTiming, job: JobNumbers, beat
     # A transfer is quantised one cycle after the one before it, its group's first not before the group is complete.
     delay = np.maximum.accumulate(transfers.ravel() - 1)  # of first transfers; constant from the first group on
     quantised = firsts + delay + timing.quantizer
-    parts = p.rows // p.x_lanes
+    parts = p.word_transfers
     ready = []
     for group in range(job.groups):
         start = quantised[group * job.tokens : (group + 1) * job.tokens, None]

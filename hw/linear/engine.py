@@ -1,6 +1,6 @@
 """The linear path: fp16 activations times M-ANT weights, streamed, to fp32 outputs."""
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -65,9 +65,8 @@ class JobCheck(wiring.Component):
         No job is checked or running.
     """
 
-    def __init__(self, p: LinearParameters, *, groups_stored: int):
+    def __init__(self, p: LinearParameters):
         self.p = p
-        self.groups_stored = groups_stored
         super().__init__(
             {
                 "cmd": In(stream.Signature(data.StructLayout({"data": Job()}))),
@@ -100,7 +99,7 @@ class JobCheck(wiring.Component):
             & (job.last_cols <= p.cols)
             & (job.interleave != 0)
             & (accumulators <= p.accumulators)
-            & (groups <= self.groups_stored)
+            & (groups <= p.stored_groups)
         )
         with m.FSM():
             with m.State("IDLE"):
@@ -293,9 +292,9 @@ class LinearEngine(wiring.Component):
         m = Module()
         timing = LinearTiming(p)
         m.submodules.activations = activations = ActivationBuffer(p)
-        m.submodules.job_check = check = JobCheck(p, groups_stored=activations.capacity)
+        m.submodules.job_check = check = JobCheck(p)
         m.submodules.weights = weights = WeightBuffer(p)
-        m.submodules.sequencer = sequencer = Sequencer(p, spacing=timing.spacing, groups_stored=activations.capacity)
+        m.submodules.sequencer = sequencer = Sequencer(p, spacing=timing.spacing)
         m.submodules.array = array = LinearArray(p)
         m.submodules.queue = queue = OutputQueue(p, latency=timing.slot)
 
@@ -382,5 +381,5 @@ class LinearEngine(wiring.Component):
             self.busy.eq(~check.idle),
         ]
         with m.If(beat.valid):
-            m.d.sync += self.busy_cycles.eq(self.busy_cycles + Const(1))
+            m.d.sync += self.busy_cycles.eq(self.busy_cycles + 1)
         return m

@@ -44,7 +44,7 @@ def plan(p: LinearParameters, *, tokens: int, inputs: int, outputs: int) -> list
         When one token's activations do not fit, or a count exceeds the descriptor's fields.
     """
     limit = (1 << COUNT_WIDTH) - 1
-    capacity = p.activation_words // p.beats
+    capacity = p.stored_groups
     largest = {"tokens": None, "inputs": min(capacity, limit) * p.group, "outputs": limit * p.cols}
     for name, value in {"tokens": tokens, "inputs": inputs, "outputs": outputs}.items():
         if value < 1 or (largest[name] is not None and value > largest[name]):

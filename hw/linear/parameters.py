@@ -91,6 +91,21 @@ class LinearParameters(Parameters):
         return ceil_div(self.group, self.rows)
 
     @property
+    def tile_beats(self) -> int:
+        """Most beats of a weight tile, of all its planes."""
+        return self.beats * (2 if self.int8_groups else 1)
+
+    @property
+    def stored_groups(self) -> int:
+        """Activation groups that fit in the buffer."""
+        return self.activation_words // self.beats
+
+    @property
+    def word_transfers(self) -> int:
+        """Transfers of the fp16 port that make a word of `rows` activations."""
+        return self.rows // self.x_lanes
+
+    @property
     def units(self) -> int:
         """Group accumulators (fp32 units): as few as keep up with full groups."""
         return ceil_div(self.cols, self.beats)

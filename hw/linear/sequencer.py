@@ -28,11 +28,11 @@ class SlotPlan(data.StructLayout):
         It holds the last columns of the matrix; it is the last one of the job.
     """
 
-    def __init__(self, p: LinearParameters, *, spacing: int, groups_stored: int):
+    def __init__(self, p: LinearParameters, *, spacing: int):
         super().__init__(
             {
                 "address": index_width(p.accumulators),
-                "group_address": index_width(groups_stored),
+                "group_address": index_width(p.stored_groups),
                 "word_address": index_width(p.activation_words),
                 "beats": index_width(p.beats + 1),
                 "wait": index_width(spacing + 1),
@@ -65,7 +65,7 @@ class SlotWalker(wiring.Component):
         Go on to the next slot.
     """
 
-    def __init__(self, p: LinearParameters, *, spacing: int, groups_stored: int):
+    def __init__(self, p: LinearParameters, *, spacing: int):
         self.p = p
         self.spacing = spacing
         super().__init__(
@@ -77,7 +77,7 @@ class SlotWalker(wiring.Component):
                 "groups": In(COUNT_WIDTH),
                 "tail_beats": In(index_width(p.beats + 1)),
                 "valid": Out(1),
-                "plan": Out(SlotPlan(p, spacing=spacing, groups_stored=groups_stored)),
+                "plan": Out(SlotPlan(p, spacing=spacing)),
                 "step": In(1),
             }
         )
@@ -169,8 +169,6 @@ class Sequencer(wiring.Component):
     p : LinearParameters
     spacing : int
         Fewest cycles between two groups of one output (`GroupAccumulator.loop_latency`).
-    groups_stored : int
-        Activation groups that fit in the buffer.
 
     Members
     -------
@@ -198,9 +196,9 @@ class Sequencer(wiring.Component):
         A slot of a last group starts.
     """
 
-    def __init__(self, p: LinearParameters, *, spacing: int, groups_stored: int):
+    def __init__(self, p: LinearParameters, *, spacing: int):
         self.p = p
-        self._walker = SlotWalker(p, spacing=spacing, groups_stored=groups_stored)
+        self._walker = SlotWalker(p, spacing=spacing)
         super().__init__(
             {
                 "start": In(1),
@@ -215,7 +213,7 @@ class Sequencer(wiring.Component):
                 "written": In(index_width(p.activation_words + 1)),
                 "newest": In(index_width(p.activation_words + 1)),
                 "room": In(1),
-                "plan": Out(SlotPlan(p, spacing=spacing, groups_stored=groups_stored)),
+                "plan": Out(SlotPlan(p, spacing=spacing)),
                 "beat_valid": Out(1),
                 "first": Out(1),
                 "last": Out(1),

@@ -27,7 +27,7 @@ class LinearTiming:
         buffers = 1  # they answer one cycle after they are asked
         queue = 2  # of outputs
         self.quantizer = Int8Quantizer.latency_of(p.x_lanes)
-        self.first_word = self.quantizer + p.rows // p.x_lanes
+        self.first_word = self.quantizer + p.word_transfers
         self.output = buffers + LinearArray.latency_of(p) + GroupAccumulator.latency + queue
-        self.slot = p.beats * (2 if p.int8_groups else 1) + self.output + p.unit_cols
+        self.slot = p.tile_beats + self.output + p.unit_cols
         self.spacing = GroupAccumulator.loop_latency

@@ -57,9 +57,7 @@ class WeightBuffer(wiring.Component):
 
     def __init__(self, p: LinearParameters):
         self.p = p
-        self.tile_beats = p.beats * (2 if p.int8_groups else 1)
-        """Most beats of a tile."""
-        self.depth = max(self.HEADS, 1 << (4 * self.tile_beats - 1).bit_length())
+        self.depth = max(self.HEADS, 1 << (4 * p.tile_beats - 1).bit_length())
         """Beats that fit; a power of two, so that addresses wrap by themselves."""
         super().__init__(
             {
