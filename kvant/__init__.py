@@ -1,3 +1,5 @@
 """kvant: RTL generator for low-bit LLM inference."""
 
-__version__ = "0.1.0"
+from importlib.metadata import version
+
+__version__ = version("kvant")
