@@ -4,7 +4,9 @@ import importlib
 import os
 import pkgutil
 import re
+import signal
 import sys
+import threading
 import warnings
 from typing import Annotated, NoReturn
 
@@ -132,6 +134,7 @@ def main() -> NoReturn:
     """Entry point of the program ``kvant``: exit code 0, or one of the numbers above."""
     # Amaranth warns of hardware that was made and not converted, which an error in between leaves behind.
     warnings.filterwarnings("ignore", message=".* created but never used")
+    _end_in_order_when_terminated()
     try:
         code = build_app()(standalone_mode=False, prog_name="kvant")
         sys.stdout.flush()
@@ -155,6 +158,20 @@ def main() -> NoReturn:
     if code == INTERRUPTED:
         typer.echo("kvant: interrupted", err=True)
     sys.exit(code)
+
+
+def _end_in_order_when_terminated() -> None:
+    """Take a request to end as Ctrl-C is taken: running simulators end too, temporary files are removed."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # another program's, whose signals are its own
+        return
+    for name in ("SIGTERM", "SIGHUP"):  # the latter is unknown on Windows
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, interrupt)
 
 
 def _internal_error(error: Exception) -> NoReturn:

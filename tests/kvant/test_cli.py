@@ -1,5 +1,6 @@
 """The command line: help, exit codes, and errors of one line without a traceback."""
 
+import signal
 import subprocess
 import sys
 
@@ -108,6 +109,33 @@ def test_defect_shows_its_traceback_on_request(run_raising, monkeypatch):
 
 def test_interrupt_ends_with_130_and_one_line(run_raising):
     assert run_raising(KeyboardInterrupt()) == (130, "", "kvant: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_leaves_neither_files_nor_simulators(number, tmp_path):
+    program = """
+import subprocess
+import sys
+import tempfile
+import typer
+from kvant import cli
+app = typer.Typer()
+folder = sys.argv.pop()
+@app.command()
+def command():
+    with tempfile.TemporaryDirectory(dir=folder):
+        subprocess.run([sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"])
+cli.build_app = lambda: app
+cli.main()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        # Both pipes end only when the program that it runs has ended as well.
+        assert process.communicate(timeout=30) == ("", "kvant: interrupted\n")
+    assert process.returncode == 130
+    assert not list(tmp_path.iterdir())
 
 
 def test_error_amid_the_making_of_hardware_leaves_one_line():
