@@ -111,7 +111,7 @@ def _weight_tiles(p: LinearParameters, arrays: dict[str, np.ndarray]) -> dict[tu
         bytes_ = arrays["w_int8"].view(np.uint8)
         low = np.where(elements, bytes_ & 15, low)
         high = np.where(elements, bytes_ >> 4, high)
-    tile_is_int8 = np.pad(int8_groups, ((0, extra), (0, 0))).reshape(tiles, p.cols, groups).any(axis=1)
+    tile_is_int8 = p.int8_groups & np.pad(int8_groups, ((0, extra), (0, 0))).reshape(tiles, p.cols, groups).any(axis=1)
 
     result = {}
     for group in range(groups):

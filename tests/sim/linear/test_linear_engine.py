@@ -170,9 +170,9 @@ def test_case_01_zero_groups_are_exactly_zero_and_touch_no_other_output():
     assert not np.signbit(after["y"][:, 2]).any()
 
 
-@pytest.mark.parametrize("coefficient", [128, 200, 253])
-def test_reserved_coefficients_raise_error_and_count_zero(coefficient):
-    chosen, p = design(*SMALL)
+@pytest.mark.parametrize(("coefficient", "overrides"), [(128, ()), (253, ()), (INT8, ("int8_groups=false",))])
+def test_reserved_coefficients_raise_error_and_count_zero(coefficient, overrides):
+    chosen, p = design(*SMALL, *overrides)
     arrays = random_case(chosen, tokens=2, outputs=4, inputs=24, seed=2)
     arrays["w_coeff"][:] = 17
     without = arrays | {"w_scale": arrays["w_scale"].copy(), "w_coeff": arrays["w_coeff"].copy()}
