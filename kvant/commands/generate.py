@@ -1,5 +1,6 @@
 """`kvant generate`: a block as Verilog, with everything an integrator needs beside it."""
 
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "kvant"
 MANIFEST = "manifest.json"
+BENCH_VECTORS = "bench/vectors.json"
 
 
 def register(app: typer.Typer) -> None:
@@ -48,6 +50,8 @@ def register(app: typer.Typer) -> None:
         name = f"{prefix}_{block}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", prefix):
             raise InputError(f"--prefix {prefix!r}: legal is a letter, then letters, digits and underscores")
+        if seed < 0:
+            raise InputError(f"--seed {seed}: legal is an integer from 0")
         _check_folder(out, name)
         design = emit(chosen.build(configuration), name, parameters=chosen.parameters(configuration))
         files = {
@@ -55,7 +59,7 @@ def register(app: typer.Typer) -> None:
             MANIFEST: _json(make_manifest(design, block, chosen, configuration)),
             f"{name}.core": core_file(name, chosen.summary),
         }
-        if bench:
+        if bench or (out / BENCH_VECTORS).exists():  # those of another configuration would be of no use
             vectors = chosen.vectors(configuration, seed)
             files |= {f"bench/{file}": text for file, text in bench_files(design, vectors).items()}
         write_files(out, files)
@@ -208,6 +212,9 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
             temporary.rename(folder)
             return
         for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         for name in files:
             os.replace(temporary / name, folder / name)

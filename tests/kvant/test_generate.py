@@ -190,12 +190,31 @@ def test_new_configuration_replaces_the_old_one_in_the_same_folder(generate, tmp
     assert (tmp_path / "out/mine.txt").read_text() == "mine"
 
 
+def test_case_34_a_bench_in_the_folder_is_made_anew_with_the_design(generate, tmp_path):
+    generate("toy", "-o", tmp_path / "out", "--bench", "--set", "rows=2")
+    generate("toy", "-o", tmp_path / "out", "--set", "rows=3")
+    generate("toy", "-o", tmp_path / "other", "--bench", "--set", "rows=3")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "other")
+
+
+def test_nothing_is_replaced_where_one_file_cannot_be(generate, tmp_path):
+    out = tmp_path / "out"
+    generate("toy", "-o", out)
+    (out / "kvant_toy.core").unlink()
+    (out / "kvant_toy.core").mkdir()
+    before = files_of(out)
+    code, text = generate("toy", "-o", out, "--set", "rows=2")
+    assert code == 2 and "out/kvant_toy.core: Is a directory" in text
+    assert files_of(out) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nothing"], "BLOCK = 'nothing': legal is one of linear, toy"),
         (["toy", "--prefix", "1a"], "--prefix '1a': legal is a letter, then letters, digits and underscores"),
         (["toy", "--set", "rows=0"], "rows = 0"),
+        (["toy", "--bench", "--seed", "-1"], "--seed -1: legal is an integer from 0"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(generate, tmp_path, arguments, message):
