@@ -1,7 +1,8 @@
 """The blocks that can be generated, each behind one small protocol."""
 
 import importlib
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,9 @@ class Block(Protocol):
     summary: str
     """One line."""
 
+    fields: Collection[str]
+    """Fields of the configuration that it reads."""
+
     def build(self, config: "Config") -> "wiring.Component":
         """The component, anew at every call."""
 
@@ -89,3 +93,10 @@ def get_block(name: str) -> Block:
         raise InputError(f"BLOCK = {name!r}: legal is one of {', '.join(BLOCKS)}")
     module, attribute = BLOCKS[name].split(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def note_without_effect(name: str, config: "Config") -> None:
+    """Say on stderr which fields the user set that the block called *name* does not read."""
+    fields = sorted(config.stated - {"preset"} - set(get_block(name).fields))
+    if fields:
+        print(f"kvant: note: {', '.join(fields)}: no effect on {name}", file=sys.stderr)

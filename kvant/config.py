@@ -9,7 +9,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -89,6 +89,8 @@ class Config:
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
         One fewer than coefficients, non-descending, unsigned 16 bits. None: the table has no thresholds.
+    stated : frozenset of str
+        Fields that the user set, in a file or by an override.
     """
 
     preset: str
@@ -96,6 +98,7 @@ class Config:
     cache: CacheParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def coefficients(self) -> tuple[int, ...]:
@@ -213,7 +216,8 @@ def compose(layers: Sequence[tuple[str, Mapping[str, object]]]) -> Config:
         thresholds = _thresholds(merged.get("thresholds"), len(table))
     except InputError as error:
         raise InputError(f"{origin['thresholds']}: {error}") from None
-    return Config(preset, linear, cache, table, thresholds)
+    stated = frozenset(name for _, values in layers for name in values)
+    return Config(preset, linear, cache, table, thresholds, stated)
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, object]:

@@ -35,6 +35,7 @@ class LinearBlock:
     """fp16 activations times M-ANT weights; see `kvant.hw.linear.engine.LinearEngine`."""
 
     summary = "fp16 activations times 4-bit M-ANT weights, fp32 outputs"
+    fields = (*LinearParameters.model_fields, "coefficients")
 
     def build(self, chosen: Config):
         """The component, anew at every call."""

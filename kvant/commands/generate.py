@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         seed: Annotated[int, typer.Option("--seed", help="Seed of the bench's vectors.")] = 0,
     ) -> None:
         """Write a block as Verilog with manifest, FuseSoC core file and, on request, a bench."""
-        from kvant.blocks import get_block
+        from kvant.blocks import get_block, note_without_effect
         from kvant.config import load
         from kvant.errors import InputError
         from kvant.hw.emit import emit
@@ -63,6 +63,7 @@ def register(app: typer.Typer) -> None:
             vectors = chosen.vectors(configuration, seed)
             files |= {f"bench/{file}": text for file, text in bench_files(design, vectors).items()}
         write_files(out, files)
+        note_without_effect(block, configuration)
         for file in files:
             typer.echo(out / file)
 

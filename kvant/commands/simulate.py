@@ -27,7 +27,8 @@ def register(app: typer.Typer):
         """Run a block's RTL on tensors of your own and write what comes out."""
         from rich.console import Console
 
-        from kvant.blocks import get_block
+        from kvant.blocks import get_block, note_without_effect
+        from kvant.config import load
         from kvant.errors import InputError
         from kvant.sim.toolchain import wave_suffix
         from kvant.tensors import check_target, read_npz, write_npz
@@ -53,6 +54,7 @@ def register(app: typer.Typer):
                 check=check,
             )
         write_npz(out, result)
+        note_without_effect(block, load(config, overrides))
         _report(console, block, simulator.value, result, stall=stall, seed=seed, check=check)
         if wave_file is not None:
             console.print(f"waves: {wave_file}", markup=False, highlight=False, soft_wrap=True)

@@ -125,6 +125,7 @@ def _board(
     uart: str | None,
 ) -> "Design":
     from kvant import config
+    from kvant.blocks import note_without_effect
     from kvant.fpga import boards
     from kvant.fpga.linear_top import HELD, board_design
     from kvant.hw.linear.engine import LinearEngine
@@ -133,6 +134,7 @@ def _board(
     if uart is not None:
         board = boards.with_uart(board, uart)
     chosen = config.load(config_path or board.preset, overrides)
+    note_without_effect("linear", chosen)
     mhz = freq or boards.default_mhz(boards.make_platform(board), board)
     design, top = board_design(
         LinearEngine(chosen.linear),
@@ -155,6 +157,7 @@ def _device(
     name: str, config_path: Path | None, overrides: list[str] | None, freq: float | None, speed: str | None
 ) -> "Design":
     from kvant import config
+    from kvant.blocks import note_without_effect
     from kvant.fpga.bare import bare_design
     from kvant.fpga.devices import find_device
     from kvant.hw.linear.engine import LinearEngine
@@ -163,6 +166,7 @@ def _device(
     if speed is not None:
         device = device.with_speed(speed)
     chosen = config.load(config_path, overrides)
+    note_without_effect("linear", chosen)
     return bare_design(
         LinearEngine(chosen.linear),
         device,

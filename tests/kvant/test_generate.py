@@ -22,6 +22,7 @@ class Toy:
     """The accumulator as a block, with `rows` lanes."""
 
     summary = "Sums of packets: a toy"
+    fields = ("rows",)
     wrong_result = False
 
     def build(self, config):

@@ -84,6 +84,14 @@ def test_group_among_the_arrays_replaces_the_configuration(simulate):
         assert archive["group"] == 16 and archive["x_scale"].shape == (1, 2)
 
 
+def test_case_18_a_field_without_effect_is_named(simulate, case):
+    result, _ = simulate(case, overrides=(*SMALL, "sinks=4"))
+    assert result.returncode == 0
+    assert "kvant: note: sinks: no effect on linear" in result.stderr.splitlines()
+    result, _ = simulate(case)
+    assert "note" not in result.stderr
+
+
 def test_stalls_change_nothing_but_the_cycles(simulate, case):
     plain, target = simulate(case)
     with np.load(target) as archive:
