@@ -223,11 +223,11 @@ class OutputQueue(wiring.Component):
             ]
         with m.If(queue.w_en):
             m.d.sync += step.eq(Mux(step_end, 0, step + 1))
-        m.d.comb += [
-            self.y.valid.eq(queue.r_rdy),
-            self.y.payload.eq(queue.r_data),
-            queue.r_en.eq(self.y.ready),
-        ]
+        # The queue answers late in the cycle: what leaves is a register.
+        free = ~self.y.valid | self.y.ready
+        m.d.comb += queue.r_en.eq(free)
+        with m.If(free):
+            m.d.sync += [self.y.valid.eq(queue.r_rdy), self.y.payload.eq(queue.r_data)]
         return m
 
 

@@ -25,7 +25,7 @@ class LinearTiming:
 
     def __init__(self, p: LinearParameters):
         buffers = 1  # they answer one cycle after they are asked
-        queue = 2  # of outputs
+        queue = 3  # of outputs, and a register
         self.quantizer = Int8Quantizer.latency_of(p.x_lanes)
         self.first_word = self.quantizer + p.word_transfers
         self.output = buffers + LinearArray.latency_of(p) + GroupAccumulator.latency + queue
