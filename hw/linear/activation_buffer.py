@@ -6,7 +6,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.linear.tile_loop import COUNT_WIDTH
+from kvant.hw.linear.tile_loop import job_ports
 from kvant.hw.numeric.int8_quantizer import Int8Quantizer
 
 
@@ -54,9 +54,7 @@ class ActivationBuffer(wiring.Component):
         super().__init__(
             {
                 "start": In(1),
-                "tokens": In(COUNT_WIDTH),
-                "groups": In(COUNT_WIDTH),
-                "tail": In(COUNT_WIDTH),
+                **job_ports(p, "tokens", "groups", "tail"),
                 "x": In(stream.Signature(activation_input(p))),
                 "xq": Out(stream.Signature(quantized_output(p))),
                 "written": Out(index_width(p.activation_words + 1)),
@@ -82,8 +80,8 @@ class ActivationBuffer(wiring.Component):
 
         # Input side: cut the stream into groups.
         open_ = Signal()  # elements of the job are still to come
-        token = Signal(COUNT_WIDTH)
-        group = Signal(COUNT_WIDTH)
+        token = Signal.like(self.tokens)
+        group = Signal.like(self.groups)
         left = Signal(range(p.group + 1))  # elements of the current group still to come
         last = Signal()
         m.d.comb += [

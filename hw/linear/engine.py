@@ -10,7 +10,7 @@ from kvant.hw.linear.array import LinearArray
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.hw.linear.sequencer import Sequencer
-from kvant.hw.linear.tile_loop import COUNT_WIDTH
+from kvant.hw.linear.tile_loop import COUNT_WIDTH, job_ports
 from kvant.hw.linear.timing import LinearTiming
 from kvant.hw.linear.weight_buffer import WeightBuffer, weight_input
 
@@ -85,8 +85,9 @@ class JobCheck(wiring.Component):
         job = self.job
         bit = Signal(range(COUNT_WIDTH))
         multiplier = Signal(COUNT_WIDTH)
-        accumulators = Signal(2 * COUNT_WIDTH)
-        groups = Signal(2 * COUNT_WIDTH)
+        accumulators = Signal(range(p.accumulators + 1))
+        groups = Signal(range(p.stored_groups + 1))
+        too_many = Signal()  # of either
         left = Signal(COUNT_WIDTH)  # elements of the last group not yet in a beat
         legal = Signal()
         m.d.comb += legal.eq(
@@ -98,9 +99,12 @@ class JobCheck(wiring.Component):
             & (job.last_cols != 0)
             & (job.last_cols <= p.cols)
             & (job.interleave != 0)
-            & (accumulators <= p.accumulators)
-            & (groups <= p.stored_groups)
+            & ~too_many
         )
+        # Serial multiplication by the tokens, most significant bit first. A product past its limit only grows, so it
+        # need not be kept.
+        next_accumulators = (accumulators << 1) + Mux(multiplier[-1], job.interleave, 0)
+        next_groups = (groups << 1) + Mux(multiplier[-1], job.groups, 0)
         with m.FSM():
             with m.State("IDLE"):
                 m.d.comb += [self.idle.eq(1), self.cmd.ready.eq(1)]
@@ -112,17 +116,19 @@ class JobCheck(wiring.Component):
                         bit.eq(0),
                         accumulators.eq(0),
                         groups.eq(0),
+                        too_many.eq(0),
                         self.tail_beats.eq(0),
                     ]
                     m.next = "MULTIPLY"
-            with m.State("MULTIPLY"):  # most significant bit first
-                top = multiplier[-1]
+            with m.State("MULTIPLY"):
                 m.d.sync += [
                     multiplier.eq(multiplier << 1),
-                    accumulators.eq((accumulators << 1) + Mux(top, job.interleave, 0)),
-                    groups.eq((groups << 1) + Mux(top, job.groups, 0)),
+                    accumulators.eq(next_accumulators),
+                    groups.eq(next_groups),
                     bit.eq(bit + 1),
                 ]
+                with m.If((next_accumulators > p.accumulators) | (next_groups > p.stored_groups)):
+                    m.d.sync += too_many.eq(1)
                 with m.If(bit == COUNT_WIDTH - 1):
                     m.next = "LEGAL"
             with m.State("LEGAL"):
@@ -176,7 +182,7 @@ class OutputQueue(wiring.Component):
                 "last_column_tile": In(1),
                 "last_slot": In(1),
                 "room": Out(1),
-                "last_cols": In(COUNT_WIDTH),
+                **job_ports(p, "last_cols"),
                 "units": In(data.ArrayLayout(lane, p.units)),
                 "y": Out(stream.Signature(output(p))),
                 "empty": Out(1),

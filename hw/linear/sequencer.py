@@ -6,7 +6,10 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop
+from kvant.hw.linear.tile_loop import TileLoop, job_ports
+
+JOB_NUMBERS = ("tokens", "tiles", "interleave", "groups", "tail_beats")
+"""What the sequencer has to know of a job."""
 
 
 class SlotPlan(data.StructLayout):
@@ -71,11 +74,7 @@ class SlotWalker(wiring.Component):
         super().__init__(
             {
                 "start": In(1),
-                "tokens": In(COUNT_WIDTH),
-                "tiles": In(COUNT_WIDTH),
-                "interleave": In(COUNT_WIDTH),
-                "groups": In(COUNT_WIDTH),
-                "tail_beats": In(index_width(p.beats + 1)),
+                **job_ports(p, *JOB_NUMBERS),
                 "valid": Out(1),
                 "plan": Out(SlotPlan(p, spacing=spacing)),
                 "step": In(1),
@@ -85,9 +84,9 @@ class SlotWalker(wiring.Component):
     def elaborate(self, platform):
         p, plan = self.p, self.plan
         m = Module()
-        m.submodules.loop = loop = TileLoop()
+        m.submodules.loop = loop = TileLoop(p)
 
-        tokens_left = Signal(COUNT_WIDTH)  # after this one
+        tokens_left = Signal.like(self.tokens)  # after this one
         last_token = Signal()
         address = Signal.like(plan.address)
         group = Signal.like(plan.group_address)
@@ -202,11 +201,7 @@ class Sequencer(wiring.Component):
         super().__init__(
             {
                 "start": In(1),
-                "tokens": In(COUNT_WIDTH),
-                "tiles": In(COUNT_WIDTH),
-                "interleave": In(COUNT_WIDTH),
-                "groups": In(COUNT_WIDTH),
-                "tail_beats": In(index_width(p.beats + 1)),
+                **job_ports(p, *JOB_NUMBERS),
                 "done": Out(1),
                 "head_valid": In(1),
                 "high_plane": In(1),
@@ -228,10 +223,7 @@ class Sequencer(wiring.Component):
         p, plan = self.p, self.plan
         m = Module()
         m.submodules.walker = walker = self._walker
-        m.d.comb += [
-            getattr(walker, name).eq(getattr(self, name))
-            for name in ("start", "tokens", "tiles", "interleave", "groups", "tail_beats")
-        ]
+        m.d.comb += [getattr(walker, name).eq(getattr(self, name)) for name in ("start", *JOB_NUMBERS)]
 
         waiting = Signal()  # a slot is planned or under way
         active = Signal()  # it is under way, from its second cycle on

@@ -4,8 +4,31 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.linear.layouts import index_width
+from kvant.hw.linear.parameters import LinearParameters
+
 COUNT_WIDTH = 16
 """Bits of every count in a job descriptor."""
+
+
+def job_ports(p: LinearParameters, *names: str) -> dict[str, wiring.Member]:
+    """Inputs for numbers of a job, as wide as those of a job that the buffers hold.
+
+    Parameters
+    ----------
+    p : LinearParameters
+    names : of ``tokens``, ``groups``, ``tail``, ``tail_beats``, ``tiles``, ``last_cols``, ``interleave``
+    """
+    largest = {
+        "tokens": p.accumulators,
+        "groups": p.stored_groups,
+        "tail": p.group,
+        "tail_beats": p.beats,
+        "tiles": (1 << COUNT_WIDTH) - 1,
+        "last_cols": p.cols,
+        "interleave": p.accumulators,
+    }
+    return {name: In(index_width(largest[name] + 1)) for name in names}
 
 
 class TileLoop(wiring.Component):
@@ -33,29 +56,32 @@ class TileLoop(wiring.Component):
         The tile belongs to the last block.
     """
 
-    start: In(1)
-    step: In(1)
-    tiles: In(COUNT_WIDTH)
-    interleave: In(COUNT_WIDTH)
-    groups: In(COUNT_WIDTH)
-    done: Out(1, init=1)
-    first_group: Out(1)
-    last_group: Out(1)
-    last_of_round: Out(1)
-    last_block: Out(1)
+    def __init__(self, p: LinearParameters):
+        super().__init__(
+            {
+                "start": In(1),
+                "step": In(1),
+                **job_ports(p, "tiles", "interleave", "groups"),
+                "done": Out(1, init=1),
+                "first_group": Out(1),
+                "last_group": Out(1),
+                "last_of_round": Out(1),
+                "last_block": Out(1),
+            }
+        )
 
     def elaborate(self, platform):
         m = Module()
-        tiles_left = Signal(COUNT_WIDTH)  # of the round, after this tile
-        groups_left = Signal(COUNT_WIDTH)  # after this one
-        block_tiles = Signal(COUNT_WIDTH)  # of this block, less one
+        tiles_left = Signal.like(self.interleave)  # of the round, after this tile
+        groups_left = Signal.like(self.groups)  # after this one
+        block_tiles = Signal.like(self.interleave)  # of this block, less one
         block_is_one = Signal()
         behind = Signal(COUNT_WIDTH)  # tiles of later blocks
         behind_fits = Signal()  # they are one block, or none
 
         new_block = Signal()
         tiles, fits = Signal(COUNT_WIDTH), Signal()  # yet to come before the new block
-        next_tiles, next_is_one = Signal(COUNT_WIDTH), Signal()  # of the new block, less one
+        next_tiles, next_is_one = Signal.like(self.interleave), Signal()  # of the new block, less one
         m.d.comb += [
             new_block.eq(self.start | (self.step & self.last_of_round & self.last_group)),
             tiles.eq(Mux(self.start, self.tiles, behind)),

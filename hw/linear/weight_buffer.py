@@ -4,9 +4,8 @@ from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, fifo, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop
+from kvant.hw.linear.tile_loop import TileLoop, job_ports
 from kvant.hw.numeric.codes import INT8
 
 
@@ -62,10 +61,7 @@ class WeightBuffer(wiring.Component):
         super().__init__(
             {
                 "start": In(1),
-                "tiles": In(COUNT_WIDTH),
-                "interleave": In(COUNT_WIDTH),
-                "groups": In(COUNT_WIDTH),
-                "tail_beats": In(index_width(p.beats + 1)),
+                **job_ports(p, "tiles", "interleave", "groups", "tail_beats"),
                 "w": In(stream.Signature(weight_input(p))),
                 "head_valid": Out(1),
                 "head": Out(TileHead(p)),
@@ -79,7 +75,7 @@ class WeightBuffer(wiring.Component):
     def elaborate(self, platform):
         p = self.p
         m = Module()
-        m.submodules.loop = loop = TileLoop()
+        m.submodules.loop = loop = TileLoop(p)
         # A beat is read only after its tile is complete, and freed after its last read.
         m.submodules.ring = ring = memory.Memory(shape=4 * p.lanes, depth=self.depth, init=[], attrs={"no_rw_check": 1})
         m.submodules.heads = heads = fifo.SyncFIFOBuffered(width=TileHead(p).size, depth=self.HEADS)
