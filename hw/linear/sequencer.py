@@ -1,7 +1,7 @@
 """Starts slots: picks weight tile, activation group and accumulator for every beat of the array."""
 
 from amaranth.hdl import Module, Mux, Signal
-from amaranth.lib import data, wiring
+from amaranth.lib import data, fifo, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
@@ -21,6 +21,8 @@ class SlotPlan(data.StructLayout):
         Accumulator, activation group, and the group's first word.
     beats : index
         Beats of a plane.
+    one_beat : 1
+        `beats` is 1.
     wait : index
         Cycles to wait before it starts.
     first_group, last_group : 1
@@ -38,6 +40,7 @@ class SlotPlan(data.StructLayout):
                 "group_address": index_width(p.stored_groups),
                 "word_address": index_width(p.activation_words),
                 "beats": index_width(p.beats + 1),
+                "one_beat": 1,
                 "wait": index_width(spacing + 1),
                 "first_group": 1,
                 "last_group": 1,
@@ -108,6 +111,7 @@ class SlotWalker(wiring.Component):
             plan.group_address.eq(group),
             plan.word_address.eq(word),
             plan.beats.eq(Mux(loop.last_group, self.tail_beats, p.beats)),
+            plan.one_beat.eq(plan.beats == 1),
             plan.first_group.eq(loop.first_group),
             plan.last_group.eq(loop.last_group),
             plan.last_token.eq(last_token),
@@ -195,6 +199,9 @@ class Sequencer(wiring.Component):
         A slot of a last group starts.
     """
 
+    PLANS = 4
+    """Slots that are planned ahead; enough to start one every cycle."""
+
     def __init__(self, p: LinearParameters, *, spacing: int):
         self.p = p
         self._walker = SlotWalker(p, spacing=spacing)
@@ -223,42 +230,51 @@ class Sequencer(wiring.Component):
         p, plan = self.p, self.plan
         m = Module()
         m.submodules.walker = walker = self._walker
+        # The walker runs ahead: what it does next does not have to wait for the end of a slot.
+        m.submodules.plans = plans = fifo.SyncFIFOBuffered(width=plan.shape().size, depth=self.PLANS)
+        next_plan = Signal(plan.shape())
         m.d.comb += [getattr(walker, name).eq(getattr(self, name)) for name in ("start", *JOB_NUMBERS)]
 
         waiting = Signal()  # a slot is planned or under way
         active = Signal()  # it is under way, from its second cycle on
-        beats_left = Signal.like(plan.beats)  # of the plane
+        beats_left = Signal.like(plan.beats)  # of the plane, this one included
+        plane_end = Signal()  # it is the last one
         code_plane = Signal()  # the high plane, if there is one, is over
         beats_done = Signal()  # all beats are issued, it only fills up the pitch
-        pitch_left = Signal(range(max(2, p.unit_cols)))
+        pitch_left = Signal(range(max(2, p.unit_cols)))  # cycles after this one
+        pitch_end = Signal()  # there is none
         word_ready = Signal()  # the next word may be read
 
-        start_slot, issue, plane_end, load = Signal(), Signal(), Signal(), Signal()
+        start_slot, issue, load = Signal(), Signal(), Signal()
         m.d.comb += [
             start_slot.eq(
                 waiting & ~active & word_ready & self.head_valid & (plan.wait == 0) & (~plan.last_group | self.room)
             ),
             issue.eq(start_slot | (active & ~beats_done & word_ready)),
-            plane_end.eq(beats_left == 1),
             self.high.eq(self.high_plane & ~code_plane),
             self.beat_valid.eq(issue),
             self.last.eq(plane_end & ~self.high),
-            self.slot_end.eq((start_slot | active) & (pitch_left == 0) & ((issue & self.last) | beats_done)),
+            self.slot_end.eq((start_slot | active) & pitch_end & ((issue & self.last) | beats_done)),
             self.finishing.eq(start_slot & plan.last_group),
-            load.eq(walker.valid & (~waiting | self.slot_end)),
-            walker.step.eq(load),
-            self.done.eq(~walker.valid & ~waiting),
+            plans.w_data.eq(walker.plan),
+            plans.w_en.eq(walker.valid),
+            walker.step.eq(walker.valid & plans.w_rdy),
+            next_plan.eq(plans.r_data),
+            load.eq(plans.r_rdy & (~waiting | self.slot_end)),
+            plans.r_en.eq(load),
+            self.done.eq(~walker.valid & (plans.level == 0) & ~waiting),
         ]
         with m.If(start_slot):
             m.d.sync += active.eq(1)
-        with m.If((start_slot | active) & (pitch_left != 0)):
-            m.d.sync += pitch_left.eq(pitch_left - 1)
+        with m.If((start_slot | active) & ~pitch_end):
+            m.d.sync += [pitch_left.eq(pitch_left - 1), pitch_end.eq(pitch_left == 1)]
         with m.If(plan.wait != 0):
             m.d.sync += plan.wait.eq(plan.wait - 1)
         with m.If(issue):
             m.d.sync += [
                 self.first.eq(plane_end),
                 beats_left.eq(Mux(plane_end, plan.beats, beats_left - 1)),
+                plane_end.eq(Mux(plane_end, plan.one_beat, beats_left == 2)),
                 self.word_address.eq(Mux(plane_end, plan.word_address, self.word_address + 1)),
                 beats_done.eq(self.last),
             ]
@@ -268,19 +284,21 @@ class Sequencer(wiring.Component):
             m.d.sync += [waiting.eq(0), active.eq(0)]
         with m.If(load):
             m.d.sync += [
-                plan.eq(walker.plan),
+                plan.eq(next_plan),
                 waiting.eq(1),
-                beats_left.eq(walker.plan.beats),
-                self.word_address.eq(walker.plan.word_address),
+                beats_left.eq(next_plan.beats),
+                plane_end.eq(next_plan.one_beat),
+                self.word_address.eq(next_plan.word_address),
                 self.first.eq(1),
                 code_plane.eq(0),
                 beats_done.eq(0),
                 pitch_left.eq(p.unit_cols - 1),
+                pitch_end.eq(p.unit_cols == 1),
             ]
 
         # Whether a word is there is found out a cycle before it is wanted. What was read once stays.
         with m.If(load):
-            m.d.sync += word_ready.eq(walker.plan.word_address < self.written)
+            m.d.sync += word_ready.eq(next_plan.word_address < self.written)
         with m.Elif(issue):
             m.d.sync += word_ready.eq(plane_end | (self.word_address < self.newest))
         with m.Else():
