@@ -111,7 +111,7 @@ class _Slots:
 
 def _job(p: LinearParameters, timing: LinearTiming, job: JobNumbers, planes: np.ndarray, beats: np.ndarray) -> int:
     """Cycles from the first input transfer of a job to its last output transfer."""
-    head_delay = 2  # a complete tile passes the queue of heads
+    head_delay = 3  # a complete tile passes a register and the queue of heads
     issued = (planes * beats).tolist()  # beats of a slot of [tile][group]
     tail = int(beats[-1])
     words = _word_ready(p, timing, job, beats)

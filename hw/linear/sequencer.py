@@ -1,7 +1,7 @@
 """Starts slots: picks weight tile, activation group and accumulator for every beat of the array."""
 
 from amaranth.hdl import Module, Mux, Signal
-from amaranth.lib import data, fifo, wiring
+from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
@@ -199,9 +199,6 @@ class Sequencer(wiring.Component):
         A slot of a last group starts.
     """
 
-    PLANS = 4
-    """Slots that are planned ahead; enough to start one every cycle."""
-
     def __init__(self, p: LinearParameters, *, spacing: int):
         self.p = p
         self._walker = SlotWalker(p, spacing=spacing)
@@ -230,9 +227,9 @@ class Sequencer(wiring.Component):
         p, plan = self.p, self.plan
         m = Module()
         m.submodules.walker = walker = self._walker
-        # The walker runs ahead: what it does next does not have to wait for the end of a slot.
-        m.submodules.plans = plans = fifo.SyncFIFOBuffered(width=plan.shape().size, depth=self.PLANS)
-        next_plan = Signal(plan.shape())
+        # The walker runs ahead by up to two slots: what it does next does not have to wait for the end of a slot.
+        next_plan, later_plan = Signal(plan.shape()), Signal(plan.shape())
+        next_valid, later_valid = Signal(), Signal()
         m.d.comb += [getattr(walker, name).eq(getattr(self, name)) for name in ("start", *JOB_NUMBERS)]
 
         waiting = Signal()  # a slot is planned or under way
@@ -256,14 +253,20 @@ class Sequencer(wiring.Component):
             self.last.eq(plane_end & ~self.high),
             self.slot_end.eq((start_slot | active) & pitch_end & ((issue & self.last) | beats_done)),
             self.finishing.eq(start_slot & plan.last_group),
-            plans.w_data.eq(walker.plan),
-            plans.w_en.eq(walker.valid),
-            walker.step.eq(walker.valid & plans.w_rdy),
-            next_plan.eq(plans.r_data),
-            load.eq(plans.r_rdy & (~waiting | self.slot_end)),
-            plans.r_en.eq(load),
-            self.done.eq(~walker.valid & (plans.level == 0) & ~waiting),
+            walker.step.eq(walker.valid & ~later_valid),
+            load.eq(next_valid & (~waiting | self.slot_end)),
+            self.done.eq(~walker.valid & ~next_valid & ~waiting),
         ]
+        with m.If(load | ~next_valid):
+            m.d.sync += [
+                next_plan.eq(Mux(later_valid, later_plan, walker.plan)),
+                next_valid.eq(later_valid | walker.step),
+                later_valid.eq(0),
+            ]
+        with m.Elif(walker.step):
+            m.d.sync += later_valid.eq(1)
+        with m.If(walker.step):
+            m.d.sync += later_plan.eq(walker.plan)
         with m.If(start_slot):
             m.d.sync += active.eq(1)
         with m.If((start_slot | active) & ~pitch_end):

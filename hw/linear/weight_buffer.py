@@ -89,20 +89,30 @@ class WeightBuffer(wiring.Component):
         beat = Signal(range(p.beats))
         plane_is_high = Signal()
         first_plane_beat_done = Signal()  # the tile's first plane is known to be this one
+        take = Signal()
+        # A transfer waits in a register, so that what decides on it does not add to the path from the port.
+        beat_in = Signal(weight_input(p))
+        beat_valid = Signal()
         columns_int8 = Signal()
-        if p.int8_groups:
-            m.d.comb += columns_int8.eq(Cat(column.coefficient == INT8 for column in self.w.payload.user).any())
+        with m.If(self.w.ready):
+            m.d.sync += [beat_valid.eq(self.w.valid), beat_in.eq(self.w.payload)]
+            if p.int8_groups:
+                m.d.sync += columns_int8.eq(Cat(column.coefficient == INT8 for column in self.w.payload.user).any())
+        with m.Elif(take):
+            m.d.sync += beat_valid.eq(0)
         high = Signal()
         m.d.comb += high.eq(Mux(first_plane_beat_done, plane_is_high, columns_int8))
 
         plane_beats = Mux(loop.last_group, self.tail_beats, p.beats)
         plane_end = Signal()
         tile_end = Signal()
-        take = Signal()
+        job_end = Signal()
         m.d.comb += [
             full.eq(write_pointer ^ base == self.depth),
-            take.eq(self.w.valid & self.w.ready),
-            self.w.ready.eq(~loop.done & ~full & heads.w_rdy),
+            take.eq(beat_valid & ~loop.done & ~full & heads.w_rdy),
+            job_end.eq(tile_end & loop.last_of_round & loop.last_group & loop.last_block),
+            # The next job's weights wait outside until it begins.
+            self.w.ready.eq(~loop.done & (~beat_valid | (take & ~job_end))),
             plane_end.eq(beat + 1 == plane_beats),
             tile_end.eq(plane_end & ~high),
             loop.start.eq(self.start),
@@ -111,13 +121,13 @@ class WeightBuffer(wiring.Component):
             loop.interleave.eq(self.interleave),
             loop.groups.eq(self.groups),
             write.addr.eq(write_pointer[:-1]),
-            write.data.eq(self.w.payload.data),
+            write.data.eq(beat_in.data),
             write.en.eq(take),
         ]
         had_high_plane = Signal()
         head_in = Signal(TileHead(p))
         m.d.comb += [
-            head_in.columns.eq(self.w.payload.user),
+            head_in.columns.eq(beat_in.user),
             head_in.high_plane.eq(had_high_plane),
             heads.w_data.eq(head_in),
             heads.w_en.eq(take & tile_end),
