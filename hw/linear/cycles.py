@@ -53,7 +53,7 @@ def linear_cycles(
     jobs = plan(p, tokens=tokens, inputs=inputs, outputs=outputs)
     timing = LinearTiming(p)
     planes = np.ones((jobs[0].tiles, jobs[0].groups), np.int64)  # of each tile
-    if int8_groups is not None:
+    if int8_groups is not None and p.int8_groups:  # without their datapath they take a slot like any other
         padded = np.zeros((jobs[0].tiles * p.cols, jobs[0].groups), bool)
         padded[:outputs] = int8_groups
         planes += padded.reshape(jobs[0].tiles, p.cols, -1).any(axis=1)
