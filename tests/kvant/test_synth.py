@@ -71,14 +71,13 @@ def test_a_design_that_does_not_fit_names_what_to_turn_down(kvant, assert_one_li
     assert_one_line_error(result, "does not fit ice40-hx1k", "of 1280", "turn down", "rows")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("board", "suffix", "lanes"),
     [
-        ("icebreaker", ".bin", None),
-        ("orangecrab", ".bit", None),
+        pytest.param("icebreaker", ".bin", None, marks=pytest.mark.long),
+        pytest.param("orangecrab", ".bit", None, marks=pytest.mark.long),
         ("ulx3s-25f", ".bit", None),
-        ("ulx3s", ".bit", (8, 8)),
+        pytest.param("ulx3s", ".bit", (8, 8), marks=pytest.mark.long),
     ],
 )
 def test_every_preset_becomes_a_bitstream_that_meets_its_clock(kvant, environment, board, suffix, lanes):
