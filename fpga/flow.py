@@ -20,18 +20,10 @@ from kvant.fpga.devices import Device
 from kvant.fpga.errors import ConstraintError, TargetError, ToolError
 from kvant.fpga.report import Report
 from kvant.fpga.tools import find_tool, run_tool, tool_version
+from kvant.sim.toolchain import cache_folder
 
 Progress = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it is done; 0 seconds: it was cached."""
-
-CACHE_VARIABLE = "KVANT_CACHE"
-
-
-def cache_folder() -> Path:
-    """Where builds are kept: ``$KVANT_CACHE``, or ``kvant`` in the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvant"
-    return root / "synth"
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class Flow:
         self.design = design
         self.advice = advice or {}
         self.dsp = dsp
-        self.cache = cache or cache_folder()
+        self.cache = cache or cache_folder() / "synth"
         self.progress = progress or (lambda stage, seconds: None)
 
     @property

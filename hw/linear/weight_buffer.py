@@ -33,7 +33,7 @@ class WeightBuffer(wiring.Component):
     Members
     -------
     start : in
-        Expect the tiles of a job; its numbers are stable from here on.
+        Expect the tiles of a job; its numbers are stable from a cycle before.
     tiles, interleave, groups : in
         See `TileLoop`.
     tail_beats : in
