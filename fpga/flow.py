@@ -20,7 +20,7 @@ from kvant.fpga.devices import Device
 from kvant.fpga.errors import ConstraintError, TargetError, ToolError
 from kvant.fpga.report import Report
 from kvant.fpga.tools import find_tool, run_tool, tool_version
-from kvant.sim.toolchain import cache_folder
+from kvant.sim.toolchain import cache_folder, move_in
 
 Progress = Callable[[str, float | None], None]
 """Called with (stage, None) when a stage starts and (stage, seconds) when it is done; 0 seconds: it was cached."""
@@ -134,9 +134,7 @@ class Flow:
         work = Path(tempfile.mkdtemp(prefix=".work-", dir=self.cache))
         try:
             yield final, work
-            # Another run may have finished the same step meanwhile: its result is as good as ours.
-            with contextlib.suppress(OSError):
-                work.rename(final)
+            move_in(work, final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
