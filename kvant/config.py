@@ -16,15 +16,10 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from kvant.errors import InputError
+from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLD_LIMIT, CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import LINEAR
 from kvant.hw.parameters import ParameterError, Parameters
-
-TABLE_ENTRIES = 16
-"""Largest number of coefficients in a table."""
-
-THRESHOLD_LIMIT = 65535
-"""Largest threshold: an unsigned 16-bit fraction."""
 
 DEFAULT_PRESET = "default"
 
@@ -39,28 +34,19 @@ OWN_FIELDS = {
 """Fields of the configuration itself, with their descriptions; all others belong to a parameter class."""
 
 
-class CacheParameters(Parameters):
-    """Shape of the cache and attention blocks and of the memory port.
+class QuantizerParameters(Parameters):
+    """Product quantisation and the INT8 window beside it.
 
     No block that is generated today reads these fields: they are checked, kept in the manifest's configuration, and
-    change nothing of `linear`, whose own parameters the manifest lists apart.
+    change nothing of any block, whose own parameters the manifest lists apart.
     """
 
-    lanes: int = Field(8, ge=1, le=256, description="Elements per cycle of the cache and attention blocks.")
-    statistic: Literal["variance", "moment"] = Field(
-        "variance", description="Second moment that chooses a coefficient: about the mean, or about zero."
-    )
     recent: int = Field(0, ge=0, le=65536, description="Newest tokens that stay INT8 in a product-quantised cache.")
-    sinks: int = Field(0, ge=0, le=256, description="First tokens of a sequence that stay INT8 in keys and values.")
-    capacity: int | None = Field(
-        None, ge=1, le=1 << 24, description="Tokens a cache holds, a multiple of group. None: 64 groups."
-    )
     subspace: Literal[1, 2, 4, 8] = Field(2, description="Elements of a sub-vector of product quantisation.")
     nbits: int = Field(8, ge=4, le=8, description="Bits of a product-quantisation code.")
     q_parallel: int = Field(1, ge=1, le=64, description="Query heads whose look-up tables are held at once.")
-    port_bits: Literal[32, 64, 128, 256, 512] = Field(128, description="Width of the memory port, in bits.")
 
-    @field_validator("subspace", "port_bits", mode="before")
+    @field_validator("subspace", mode="before")
     @classmethod
     def _no_bool(cls, value: object) -> object:
         """True equals 1, and a choice among integers would take it."""
@@ -69,7 +55,11 @@ class CacheParameters(Parameters):
         return value
 
 
-SECTIONS: dict[str, type[Parameters]] = {"linear": LinearParameters, "cache": CacheParameters}
+SECTIONS: dict[str, type[Parameters]] = {
+    "linear": LinearParameters,
+    "cache": CacheParameters,
+    "pq": QuantizerParameters,
+}
 """Parameter classes that make up a configuration; a field belongs to each class that has it."""
 
 
@@ -84,7 +74,9 @@ class Config:
     linear : LinearParameters
         Parameters of the linear path.
     cache : CacheParameters
-        Parameters of the cache and attention blocks and of the memory port.
+        Parameters of the cache blocks and of the memory port.
+    pq : QuantizerParameters
+        Parameters of product quantisation.
     table : tuple of int
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
@@ -96,6 +88,7 @@ class Config:
     preset: str
     linear: LinearParameters
     cache: CacheParameters
+    pq: QuantizerParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
     stated: frozenset[str] = field(default=frozenset(), compare=False)
@@ -125,7 +118,8 @@ class Config:
 
 def field_names() -> list[str]:
     """All fields of a configuration."""
-    return ["preset", *(name for section in SECTIONS.values() for name in section.model_fields), *list(OWN_FIELDS)[1:]]
+    names = dict.fromkeys(name for section in SECTIONS.values() for name in section.model_fields)
+    return ["preset", *names, *list(OWN_FIELDS)[1:]]
 
 
 def presets() -> list[str]:
@@ -200,12 +194,7 @@ def compose(layers: Sequence[tuple[str, Mapping[str, object]]]) -> Config:
         origin |= dict.fromkeys(values, source)
 
     sections = {name: _section(kind, merged, origin) for name, kind in SECTIONS.items()}
-    linear, cache = sections["linear"], sections["cache"]
-    if cache.capacity is not None and cache.capacity % linear.group:
-        raise InputError(
-            f"{origin.get('capacity', 'default')}: capacity = {cache.capacity}: legal are the multiples of "
-            f"group = {linear.group}"
-        )
+    linear = sections["linear"]
     try:
         table = _integers("coefficients", merged["coefficients"], TABLE_ENTRIES)
         if not origin["coefficients"].startswith("preset "):
@@ -217,7 +206,7 @@ def compose(layers: Sequence[tuple[str, Mapping[str, object]]]) -> Config:
     except InputError as error:
         raise InputError(f"{origin['thresholds']}: {error}") from None
     stated = frozenset(name for _, values in layers for name in values)
-    return Config(preset, linear, cache, table, thresholds, stated)
+    return Config(preset, table=table, thresholds=thresholds, stated=stated, **sections)
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, object]:

@@ -35,24 +35,29 @@ ever changed silently.
 
 HEADINGS = {
     "linear": "The linear path",
-    "cache": "Caches, attention and the memory port",
+    "cache": "Caches of keys and values",
+    "pq": "Product quantisation",
 }
 
 NOTES = {
     "linear": "Fields of `linear`: the array, its group accumulators and the buffers around them.",
-    "cache": "Fields of blocks that this version does not generate yet. They are checked in every configuration and "
-    "have no effect on `linear`, which has `rows * cols` lanes.",
+    "cache": "Fields of `variance`, `kcache` and `vcache`, which also take `group`, `max_coefficient` and `adder` from "
+    "above. They have no effect on `linear`, which has `rows * cols` lanes.",
+    "pq": "Fields of blocks that this version does not generate yet. They are checked in every configuration.",
 }
 
 
 def configuration_page() -> str:
     """The page, in Markdown."""
     parts = [INTRODUCTION, "## Preset and coefficient table\n", _own_table()]
+    shown = set()  # a field that several sections share belongs to the first one
     for name, section in config.SECTIONS.items():
         rows = [
             (field, _shown(info.default), section.legal(field), info.description)
             for field, info in section.model_fields.items()
+            if field not in shown
         ]
+        shown.update(section.model_fields)
         parts += [f"## {HEADINGS[name]}\n", NOTES[name] + "\n", _table(rows)]
     parts.append("## Presets\n")
     for name in config.presets():

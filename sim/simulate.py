@@ -181,6 +181,11 @@ def make_plan(
             raise ParameterError(f"constant {port!r}: no plain input of this name")
         _check_width(port, value, plain[port].width)
         constants[port] = value
+    for name, (other, _) in stimulus.after.items():
+        if name not in inputs:
+            raise ParameterError(f"stream {name!r}: legal input streams are {', '.join(inputs) or 'none'}")
+        if other not in inputs and other not in outputs:
+            raise ParameterError(f"stream {other!r}: legal streams are {', '.join((*inputs, *outputs))}")
     return Plan(
         inputs=tuple(inputs.values()),
         outputs=tuple(outputs.values()),
@@ -188,6 +193,7 @@ def make_plan(
         expect=dict(stimulus.expect),
         status=tuple(stimulus.status),
         constants=constants,
+        after=dict(stimulus.after),
         stall=_check_stall(stall, inputs, outputs),
         seed=seed,
         reset=reset,

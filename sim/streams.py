@@ -39,12 +39,15 @@ class Stimulus:
         Plain outputs that are sampled at the end.
     constants : dict
         Plain inputs, held through the run; those that are not named are 0.
+    after : dict
+        Of an input stream another stream and the number of its transfers before which the first offers nothing.
     """
 
     inputs: Mapping[str, Mapping[str, Sequence[int]]]
     expect: Mapping[str, int] = field(default_factory=dict)
     status: Sequence[str] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
+    after: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -109,6 +112,7 @@ class Plan:
     expect: Mapping[str, int]
     status: tuple[str, ...]
     constants: Mapping[str, int]
+    after: Mapping[str, tuple[str, int]]
     stall: Mapping[str, Stall]
     seed: int
     reset: Reset
@@ -237,6 +241,10 @@ class Player:
             _Sink(ports, plan.expect.get(ports.name), pauses(ports.name), plan.stall.get(ports.name) == "after_valid")
             for ports in plan.outputs
         ]
+        streams = {stream.name: stream for stream in (*self._sources, *self._sinks)}
+        self._held = {
+            stream: (streams[other], count) for stream, (other, count) in plan.after.items() if stream in streams
+        }
         self._missing = sum(len(source.values) for source in self._sources) + sum(plan.expect.values())
         self._cycle = -plan.reset.cycles - 1
         self._last_progress = 0
@@ -259,7 +267,7 @@ class Player:
         for source in self._sources:
             pause = source.pauses is not None and next(source.pauses)
             if not source.offering:
-                source.offer(write, pause)
+                source.offer(write, pause or self._is_held(source))
         for sink in self._sinks:
             if sink.ready is None:
                 continue
@@ -269,6 +277,16 @@ class Player:
                 sink.is_ready = ready
                 write(sink.ready, ready)
 
+    def _is_held(self, source: _Source) -> bool:
+        """Whether *source* has to wait for another stream's transfers."""
+        if source.name not in self._held:
+            return False
+        other, count = self._held[source.name]
+        if len(other.cycles) < count:
+            return True
+        del self._held[source.name]
+        return False
+
     def _enter_reset(self) -> None:
         write = self._write
         write("rst", 1)
@@ -276,7 +294,7 @@ class Player:
             write(port, value)
         for source in self._sources:
             source.clear(write)
-            if self._plan.reset.hold_valid:
+            if self._plan.reset.hold_valid and not self._is_held(source):
                 source.offer(write, False)
         for sink in self._sinks:
             if sink.ready:

@@ -126,3 +126,31 @@ class Ram(wiring.Component):
         with m.Elif(self.word.ready):
             m.d.sync += busy.eq(0)
         return m
+
+
+class Merge(wiring.Component):
+    """Passes on the transfers of two streams, those of `first` first, and counts them."""
+
+    def __init__(self):
+        super().__init__(
+            {
+                "first": In(stream.Signature(data.StructLayout({"data": 8}))),
+                "second": In(stream.Signature(data.StructLayout({"data": 8}))),
+                "o": Out(stream.Signature(data.StructLayout({"data": 8}))),
+                "merged": Out(8),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        m.d.comb += [
+            self.o.valid.eq(self.first.valid | self.second.valid),
+            self.first.ready.eq(self.o.ready),
+            self.second.ready.eq(self.o.ready & ~self.first.valid),
+            self.o.payload.eq(self.second.payload),
+        ]
+        with m.If(self.o.valid & self.o.ready):
+            m.d.sync += self.merged.eq(self.merged + 1)
+        with m.If(self.first.valid):
+            m.d.comb += self.o.payload.eq(self.first.payload)
+        return m

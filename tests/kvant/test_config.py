@@ -29,7 +29,7 @@ def refusal(path=None, *overrides):
 def test_default_is_8_by_8_lanes_with_groups_of_64():
     default = config.load()
     assert (default.preset, default.linear.rows, default.linear.cols, default.linear.group) == ("default", 8, 8, 64)
-    assert (default.cache.recent, default.cache.sinks, default.cache.port_bits) == (0, 0, 128)
+    assert (default.pq.recent, default.cache.sinks, default.cache.port_bits) == (0, 0, 128)
 
 
 def test_default_table_and_thresholds_are_those_of_the_golden_model():

@@ -12,7 +12,7 @@ import pytest
 from amaranth.hdl import Module, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
-from stream_components import Accumulator, Ram
+from stream_components import Accumulator, Merge, Ram
 
 from kvant.hw.numeric.int8_quantizer import Int8Quantizer
 from kvant.hw.parameters import ParameterError
@@ -367,3 +367,21 @@ def test_words_pack_and_unpack(n, width, signed):
     words = pack_words(lanes, width)
     assert words[3] == sum((int(lane) % (1 << width)) << (width * i) for i, lane in enumerate(lanes[3]))
     assert (unpack_words(words, n, width, signed=signed) == lanes).all()
+
+
+@pytest.mark.parametrize("simulator", SIMULATORS)
+def test_a_held_stream_waits_for_the_transfers_of_another(simulator):
+    stimulus = Stimulus(
+        inputs={"first": {"data": [1, 2, 3]}, "second": {"data": [4, 5]}},
+        expect={"o": 5},
+        after={"first": ("second", 1), "second": ("o", 0)},
+    )
+    trace = simulate(Merge, "merge", stimulus, simulator=simulator, stall={"first": 0.3, "second": 0.3}, seed=2)
+    assert trace.cycles["first"][0] > trace.cycles["second"][0]
+    assert sorted(trace.transfers["o"]["data"]) == [1, 2, 3, 4, 5]
+
+
+def test_a_stream_cannot_be_held_by_one_that_does_not_exist():
+    stimulus = Stimulus(inputs={"first": {"data": [1]}}, after={"first": ("third", 1)})
+    with pytest.raises(ParameterError, match=r"'third'.*first, second, o"):
+        simulate(Merge, "merge", stimulus, simulator="amaranth")

@@ -1,0 +1,1 @@
+"""Cache blocks in a simulator: tensors in, tensors out."""
