@@ -22,6 +22,9 @@ BLOCK_GROUPS = 16
 UNIT_BYTES = 16
 """Alignment of all planes of a storage block, and the unit of addresses within a page."""
 
+LEAST_GROUP = 8
+"""Smallest group of a cache."""
+
 CAPACITY_GROUPS = 64
 """Windows that a cache holds where the configuration does not say."""
 
@@ -70,6 +73,23 @@ class CacheParameters(Parameters):
     def _check(self) -> Self:
         if self.capacity is not None and self.capacity % self.group:
             raise ParameterError(f"capacity = {self.capacity}: legal are the multiples of group = {self.group}")
+        return self
+
+    def check_cache(self) -> Self:
+        """These parameters, if a cache can be built of them.
+
+        Raises
+        ------
+        ParameterError
+            When `group` is no power of two from 8 on, or `lanes` none up to `group`: pages are written in whole words,
+            and the groups of a cache along time are read across its lanes.
+        """
+        if self.group < LEAST_GROUP or self.group & (self.group - 1):
+            raise ParameterError(f"group = {self.group}: legal in a cache are the powers of two from {LEAST_GROUP} on")
+        if self.lanes > self.group or self.lanes & (self.lanes - 1):
+            raise ParameterError(
+                f"lanes = {self.lanes}: legal in a cache are the powers of two up to group = {self.group}"
+            )
         return self
 
     @property
