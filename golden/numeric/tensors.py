@@ -97,9 +97,9 @@ def to_groups(x: torch.Tensor, group: int) -> torch.Tensor:
     short = -x.shape[-1] % group
     if short:
         x = torch.nn.functional.pad(x, (0, short))
-    return x.reshape(*x.shape[:-1], -1, group)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
 
 
 def from_groups(x: torch.Tensor, length: int) -> torch.Tensor:
     """Inverse of `to_groups`: [..., ceil(K/G), G] to [..., K], dropping what filled up the last group."""
-    return x.reshape(*x.shape[:-2], -1)[..., :length]
+    return x.flatten(-2)[..., :length]
