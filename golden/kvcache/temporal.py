@@ -173,6 +173,14 @@ def temporal_cache(
         One coefficient per window and head.
     """
     rows = stage_rows(v, prefill, group=group, mean=mean, floor=floor, sinks=sinks)
+    return requantize(rows, group=group, tables=tables, offset=offset, shared_coefficient=shared_coefficient)
+
+
+def requantize(
+    rows: Staging, *, group: int, tables: Tables, offset: bool = False, shared_coefficient: bool = False
+) -> TemporalCache:
+    """The second phase: every full window of staged rows becomes codes. Parameters as in `temporal_cache`."""
+    sinks = rows.sink.shape[-2]
     tokens, d = rows.q.shape[-2:]
     leading = rows.q.shape[:-2]
     windows = tokens // group

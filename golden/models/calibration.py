@@ -5,7 +5,7 @@ block ``X_g^T X_g``; the diagonal alone is the cheaper, coarser objective.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from kvant.golden.linear.threads import independent_threads
 from kvant.golden.models.checkpoint import Checkpoint
 from kvant.golden.models.errors import ModelError
 from kvant.golden.models.evaluate import split_windows
-from kvant.golden.models.llama import Llama
+from kvant.golden.models.llama import Llama, Observer
 from kvant.golden.models.tokenizer import encode, load_tokenizer
 from kvant.golden.numeric.tensors import to_groups
 
@@ -62,17 +62,13 @@ def digest(windows: Sequence[torch.Tensor]) -> str:
     return state.hexdigest()
 
 
-@torch.no_grad()
-def calibrate(
+def observe_layers(
     checkpoint: Checkpoint,
     windows: Sequence[torch.Tensor],
-    group: int,
-    *,
-    diagonal: bool = False,
-    names: Iterable[str] | None = None,
+    make_observer: Callable[[], Observer],
     progress: Progress | None = None,
-) -> Calibration:
-    """Collect second moments, layer by layer, so that one layer's weights are in memory at a time.
+) -> Iterator[tuple[int, list[Observer]]]:
+    """Run the unquantised model layer by layer, so that one layer's weights are in memory at a time.
 
     Parameters
     ----------
@@ -80,14 +76,15 @@ def calibrate(
         Unquantised model.
     windows : sequence of tensor
         1-D token numbers.
-    group : int
-        Elements of a group, G.
-    diagonal : bool
-        Keep the diagonals only.
-    names : iterable of str, optional
-        Weights wanted; default all linear weights of the decoder layers.
+    make_observer : callable
+        Gives the observer of one layer on one window; called in the main thread.
     progress : callable, optional
         See `Progress`.
+
+    Yields
+    ------
+    number, observers : int, list
+        Of every layer, its number and what observed it, in the order of the windows.
 
     Raises
     ------
@@ -97,31 +94,76 @@ def calibrate(
     if not windows:
         raise ModelError("calibration text: no tokens")
     embedding = Llama(checkpoint)
-    wanted = None if names is None else set(names)
     hidden = [embedding.embed(torch.as_tensor(window)[None]) for window in windows]
     del embedding
-    sums: dict[str, torch.Tensor] = {}
-    with independent_threads() as run:
-        for number in range(checkpoint.config.layers):
+    for number in range(checkpoint.config.layers):
+        with independent_threads() as run:
             model = Llama(checkpoint)  # keeps the weights of this layer for all windows, then lets them go
-            model.layer(number, hidden[0][:, :1])  # reads them, before the threads meet
+            observers = [make_observer() for _ in windows]
 
-            def step(state: torch.Tensor, number=number, model=model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                observer = _Moments(group, diagonal, wanted)
+            def step(job: tuple[torch.Tensor, Observer], number=number, model=model) -> torch.Tensor:
                 with torch.no_grad():  # a setting of the thread
-                    return model.layer(number, state, observer), observer.moments
+                    return model.layer(number, *job)
 
-            results = run(step, hidden)
-            hidden = [state for state, _ in results]
-            if not all(bool(state.isfinite().all()) for state in hidden):
-                raise ModelError(f"layer {number}: activations of the calibration text are not finite")
-            for _, moments in results:
-                for name, moment in moments.items():
-                    sums[name] = sums[name] + moment if name in sums else moment
-            if progress is not None:
-                progress(number + 1, checkpoint.config.layers)
-    tokens = sum(len(window) for window in windows)
-    return Calibration({name: (total / tokens).float() for name, total in sums.items()}, tokens)
+            with torch.no_grad():
+                model.layer(number, hidden[0][:, :1])  # reads the weights, before the threads meet
+            hidden = run(step, zip(hidden, observers, strict=True))
+        if not all(bool(state.isfinite().all()) for state in hidden):
+            raise ModelError(f"layer {number}: activations of the calibration text are not finite")
+        if progress is not None:
+            progress(number + 1, checkpoint.config.layers)
+        yield number, observers
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    windows: Sequence[torch.Tensor],
+    group: int,
+    *,
+    diagonal: bool = False,
+    names: Iterable[str] | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Collect second moments of the inputs of linear layers.
+
+    Parameters
+    ----------
+    checkpoint, windows, progress
+        As in `observe_layers`, which also says what is refused.
+    group : int
+        Elements of a group, G.
+    diagonal : bool
+        Keep the diagonals only.
+    names : iterable of str, optional
+        Weights wanted; default all linear weights of the decoder layers.
+    """
+    moments = Moments(group, diagonal=diagonal, names=names)
+    for _, observers in observe_layers(checkpoint, windows, moments.observer, progress):
+        moments.add(observers)
+    return moments.result(sum(len(window) for window in windows))
+
+
+class Moments:
+    """Adds up what the observers of all layers and windows saw. Parameters as in `calibrate`."""
+
+    def __init__(self, group: int, *, diagonal: bool = False, names: Iterable[str] | None = None):
+        self._group, self._diagonal = group, diagonal
+        self._wanted = None if names is None else set(names)
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def observer(self) -> "_Moments":
+        """An observer of one layer on one window."""
+        return _Moments(self._group, self._diagonal, self._wanted)
+
+    def add(self, observers: Iterable["_Moments"]) -> None:
+        """Take over what observers of a layer saw."""
+        for observer in observers:
+            for name, moment in observer.moments.items():
+                self._sums[name] = self._sums[name] + moment if name in self._sums else moment
+
+    def result(self, tokens: int) -> Calibration:
+        """Means over *tokens* tokens."""
+        return Calibration({name: (total / tokens).float() for name, total in self._sums.items()}, tokens)
 
 
 class _Moments:

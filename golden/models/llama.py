@@ -16,6 +16,10 @@ Observer = Callable[[str, torch.Tensor], None]
 """Called during a forward with a name and a tensor: for every linear weight its name and its input [B, T, K], and for
 every layer ``model.layers.5.queries`` [B, Hq, T, d], ``.keys`` and ``.values`` [B, Hkv, T, d], all after RoPE."""
 
+Attention = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Causal attention of a layer: its number, queries [B, Hq, T, d], keys and values [B, Hkv, T, d] of positions 0 to T-1,
+all after RoPE, to the mixed values [B, Hq, T, d]."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Scale the last dimension to a mean square of 1, then by *weight*."""
@@ -28,6 +32,11 @@ def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.T
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
+def exact_attention(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention over keys and values as they are: the `Attention` of a model whose cache loses nothing."""
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+
+
 class Llama:
     """A model ready to run.
 
@@ -37,6 +46,9 @@ class Llama:
         Where weights come from.
     replacements : mapping, optional
         Float32 weights that take the place of the checkpoint's, by name: dequantised ones, to measure their loss.
+    attention : Attention
+        What the layers attend with: `exact_attention`, or one over a quantised cache
+        (`kvant.golden.kvcache.attention`).
 
     Raises
     ------
@@ -44,8 +56,14 @@ class Llama:
         When the checkpoint does not describe a model that this forward knows.
     """
 
-    def __init__(self, checkpoint: Checkpoint, replacements: Mapping[str, torch.Tensor] | None = None):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        replacements: Mapping[str, torch.Tensor] | None = None,
+        attention: Attention = exact_attention,
+    ):
         self.config = checkpoint.config
+        self.attention = attention
         self.checkpoint = checkpoint
         self._replacements = dict(replacements or {})
         self._kept: dict[str, torch.Tensor] = {}
@@ -100,7 +118,7 @@ class Llama:
         if observe is not None:
             for name, value in (("queries", queries), ("keys", keys), ("values", values)):
                 observe(f"{base}.{name}", value)
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        mixed = self.attention(number, queries, keys, values)
         hidden = hidden + self._linear(f"{base}.self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)
 
         x = rms_norm(hidden, self.weight(f"{base}.post_attention_layernorm.weight"), config.norm_epsilon)
@@ -117,7 +135,12 @@ class Llama:
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
         """Logits [B, T, vocabulary] of token numbers [B, T], causal, positions from 0."""
+        return self.head(self.hidden(tokens, observe))
+
+    @torch.no_grad()
+    def hidden(self, tokens: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
+        """Last hidden states [B, T, hidden] of token numbers [B, T]: what `head` takes."""
         hidden = self.embed(tokens)
         for number in range(self.config.layers):
             hidden = self.layer(number, hidden, observe)
-        return self.head(hidden)
+        return hidden
