@@ -7,7 +7,8 @@ from amaranth.hdl import Cat, Const, EnableInserter, Module, Mux, Shape, Signal,
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, add_with_carry, shift_right_sticky
+from kvant.hw.numeric.division import divide_steps, has_rest
+from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, shift_right_sticky
 from kvant.hw.parameters import check_integer
 
 FP16_MAX = 0x7BFF
@@ -150,28 +151,13 @@ class Int8Ratio(wiring.Component):
         remainder = register(Cat(dividend[self.STEPS :], Const(0, 1)), "remainder")  # in two's complement
         digits = register(dividend[: self.STEPS], "digits")  # of the dividend; the signs follow
 
-        # Cycles 3 to 6: subtract from a remainder that is not negative, else add. A quotient digit is 1 where the
-        # remainder is not negative; signs are kept instead, straight from the end of the carry chain.
+        # Cycles 3 to 6: divide.
         for cycle in range(self.DIVISION_CYCLES):
-            divisor = Cat(self.mantissas[cycle], Const(0, 1))
-            for _ in range(self.STEPS_PER_CYCLE):
-                subtract = Signal()
-                next_remainder = Signal.like(remainder, name="next_remainder")
-                m.d.comb += [
-                    subtract.eq(~remainder[-1]),
-                    next_remainder.eq(
-                        add_with_carry(
-                            Cat(digits[-1], remainder[:-1]), divisor ^ subtract.replicate(len(divisor)), subtract
-                        )
-                    ),
-                ]
-                remainder = next_remainder
-                digits = Cat(remainder[-1], digits[:-1])
+            remainder, digits = divide_steps(m, remainder, digits, self.mantissas[cycle], self.STEPS_PER_CYCLE)
             remainder, digits = register(remainder, "remainder"), register(digits, "digits")
 
-        # Cycle 7: shift. A negative remainder lacks one divisor.
-        restored = (remainder + self.mantissas[self.DIVISION_CYCLES])[: len(remainder)]
-        inexact = Mux(remainder[-1], restored.any(), remainder.any())
+        # Cycle 7: shift.
+        inexact = has_rest(remainder, self.mantissas[self.DIVISION_CYCLES])
         shifted, lost = shift_right_sticky(m, ~digits, shift)
         shifted, rest = register(shifted, "shifted"), register(inexact | lost, "rest")
 
