@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvant.config import Config
     from kvant.sim.streams import Stimulus
 
-BLOCKS = {"linear": "kvant.linear:BLOCK"}
+BLOCKS = {"linear": "kvant.linear:BLOCK", "variance": "kvant.variance:BLOCK"}
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 
 
