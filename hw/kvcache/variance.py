@@ -8,7 +8,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.parameters import INT8_LIMIT, signed_width
 from kvant.hw.numeric.adders import adder_strategy
-from kvant.hw.numeric.carry_save import BitHeap, CarrySaveTree, level, product_terms, square_terms
+from kvant.hw.numeric.carry_save import CarrySaveTree, Heap, level, product_rows, square_rows
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import check_integer
@@ -104,7 +104,8 @@ class VariancePipeline(wiring.Component):
             }
         )
         # The depth of a tree depends on the widths alone, for which these signals stand.
-        self._square_tree = self._tree(self._squares([Signal(8)] * lanes))
+        m = Module()
+        self._square_tree = self._tree(self._squares(m, [Signal(8)] * lanes))
         self._biased_tree = self._tree(self._biased([Signal(8)] * lanes))
         self._comparisons = (lanes - 1).bit_length()
         self._front = max(
@@ -114,32 +115,31 @@ class VariancePipeline(wiring.Component):
         )
         self.latency = 1 + self._front + 2  # the input, the trees, the group so far, its sums
         if nvar:
-            count, sumsq, total = (Signal(self.fields[name]) for name in ("count", "sumsq", "sum"))
-            self._nvar_tree = self._tree(self._nvar(count, sumsq, total))
+            operands = (Signal(self.fields[name]) for name in ("count", "sumsq", "sum"))
+            self._nvar_tree = self._tree(self._nvar(m, *operands))
             self.latency += self._nvar_tree.latency + 1
 
-    def _tree(self, heap: BitHeap) -> CarrySaveTree:
+    def _tree(self, heap: Heap) -> CarrySaveTree:
         return CarrySaveTree(len(heap.words()), levels_per_stage=self.LEVELS_PER_STAGE)
 
-    def _squares(self, elements: Sequence[Value]) -> BitHeap:
+    def _squares(self, m: Module, elements: Sequence[Value]) -> Heap:
         """The squares of a transfer's elements."""
-        heap = BitHeap(self.fields["sumsq"])
-        for x in elements:
-            heap.add(square_terms(x))
+        heap = Heap(self.fields["sumsq"])
+        for lane, x in enumerate(elements):
+            heap.add(square_rows(m, f"x_{lane}", x))
         return heap
 
-    def _biased(self, elements: Sequence[Value]) -> BitHeap:
+    def _biased(self, elements: Sequence[Value]) -> Heap:
         """A transfer's elements plus `BIAS`."""
-        heap = BitHeap(self.fields["sum"].width)
-        for x in elements:
-            heap.add_word(x)
+        heap = Heap(self.fields["sum"].width)
+        heap.add((x, 0) for x in elements)
         return heap
 
-    def _nvar(self, count: Value, sumsq: Value, total: Value) -> BitHeap:
+    def _nvar(self, m: Module, count: Value, sumsq: Value, total: Value) -> Heap:
         """``count * sumsq - total**2``, which is never negative."""
-        heap = BitHeap(self.fields["nvar"])
-        heap.add(product_terms(count, sumsq))
-        heap.subtract(square_terms(total))
+        heap = Heap(self.fields["nvar"])
+        heap.add(product_rows(count, sumsq))
+        heap.subtract(square_rows(m, "sum", total))
         return heap
 
     def elaborate(self, platform):
@@ -166,11 +166,11 @@ class VariancePipeline(wiring.Component):
         # The sums and extremes of a transfer; of paths of different lengths the shorter ones wait at their ends.
         front = self._front
 
-        def summed(name: str, tree: CarrySaveTree, heap: BitHeap) -> list[Value]:
+        def summed(name: str, tree: CarrySaveTree, heap: Heap) -> list[Value]:
             pair = tree.build(m, name, heap.words(), heap.width)
             return [register(word, f"{name}_word", cycles=front - tree.latency) for word in pair]
 
-        squares = summed("squares", self._square_tree, self._squares(squared))
+        squares = summed("squares", self._square_tree, self._squares(m, squared))
         sums = summed("biased", self._biased_tree, self._biased(biased))
         largest = self._largest(m, "largest", biased)
         smallest = self._largest(m, "smallest", inverted)
@@ -232,7 +232,7 @@ class VariancePipeline(wiring.Component):
         values = {name: register(value, name) for name, value in values.items()}
         valid = valid_after(done, 1)
         if self.nvar:
-            heap = self._nvar(values["count"], values["sumsq"], values["sum"])
+            heap = self._nvar(m, values["count"], values["sumsq"], values["sum"])
             words = self._nvar_tree.build(m, "nvar", heap.words(), heap.width)
             nvar = register(self._add(m, "add_nvar", words).as_unsigned(), "nvar")
             cycles = self._nvar_tree.latency + 1
@@ -266,8 +266,8 @@ class VariancePipeline(wiring.Component):
 class VarianceUnit(wiring.Component):
     """Sum, sum of squares, extremes and ``n * sumsq - sum**2`` of groups of INT8 elements, without any rounding.
 
-    Groups of any lengths follow each other without a bubble: one transfer per cycle, and a result per cycle where groups
-    are no longer than a transfer. The variance of a group is ``nvar / n**2``; no division is done here.
+    Groups of any lengths follow each other without a bubble: one transfer per cycle, and a result per cycle where
+    groups are no longer than a transfer. The variance of a group is ``nvar / n**2``; no division is done here.
 
     Parameters
     ----------

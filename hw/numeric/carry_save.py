@@ -1,41 +1,50 @@
-"""Carry-save arithmetic: any number of bits of any weights become two words, without a carry that propagates.
+"""Carry-save arithmetic: any number of words of any weights become two, without a carry that propagates.
 
-A `BitHeap` collects bits by weight. A level of full adders turns three words into two, so that the depth of a sum of
-n words is logarithmic in n and independent of their width; one adder at the end resolves the two words that are
-left. Source: C. S. Wallace, "A Suggestion for a Fast Multiplier", IEEE Trans. Electronic Computers EC-13 (1964).
+A `Heap` collects words by weight. A level of full adders turns three words into two, so that the depth of a sum of n
+words is logarithmic in n and independent of their width; one adder at the end resolves the two words that are left.
+Source: C. S. Wallace, "A Suggestion for a Fast Multiplier", IEEE Trans. Electronic Computers EC-13 (1964).
 """
 
 from collections.abc import Iterable, Sequence
 
-from amaranth.hdl import Cat, Const, Module, Signal, Value
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value
 
-Term = tuple[Value, int]
-"""A bit and its weight, as the exponent of two."""
-
-
-def product_terms(a: Value, b: Value) -> list[Term]:
-    """Bits whose weighted sum is the product of two unsigned numbers."""
-    return [(a[i] & b[j], i + j) for i in range(len(a)) for j in range(len(b))]
+Row = tuple[Value, int]
+"""An unsigned number and the exponent of its weight."""
 
 
-def square_terms(x: Value) -> list[Term]:
-    """Bits whose weighted sum is the square of a two's complement number.
+def product_rows(a: Value, b: Value) -> list[Row]:
+    """Rows whose sum is the product of two unsigned numbers, one for each bit of *a*."""
+    return [(Mux(bit, b, 0)[: len(b)], weight) for weight, bit in enumerate(a)]
 
-    Complemented where it is negative, x has the magnitude ``|x| - sign``, and its square is that of this magnitude y
-    plus ``sign * (2*y + 1)``. Products of two different bits occur twice in a square, so that each is one bit of
-    twice the weight: half the bits of a product, and none of them negative.
+
+def square_rows(m: Module, name: str, x: Value) -> list[Row]:
+    """Rows whose sum is the square of a two's complement number.
+
+    Complemented where it is negative, x has the magnitude ``y = |x| - sign``, and its square is that of y and
+    ``sign * (1 + 2*y)``. Products of two different bits occur twice in a square, so that each is one bit of twice the
+    weight: half the bits of a product, and none of them negative.
+
+    Parameters
+    ----------
+    m : Module
+        Receives y.
+    name : str
+        Start of its name.
     """
     sign = x[-1]
-    y = [bit ^ sign for bit in x[:-1]]
-    terms = [(sign, 0)]
+    y = Signal(len(x) - 1, name=f"{name}_magnitude")
+    m.d.comb += y.eq(Mux(sign, ~x[:-1], x[:-1]))
+    rows = [(Mux(sign, Cat(Const(1, 1), y), 0)[: len(x)], 0)]
     for i, bit in enumerate(y):
-        terms += [(bit, 2 * i), (sign & bit, i + 1)]
-        terms += [(bit & y[j], i + j + 1) for j in range(i + 1, len(y))]
-    return terms
+        above = y[i + 1 :]
+        row = Cat(Const(1, 1), Const(0, 1), above) if len(above) else Const(1, 1)
+        rows.append((Mux(bit, row, 0)[: len(row)], 2 * i))
+    return rows
 
 
-class BitHeap:
-    """A sum modulo ``2**width``, as bits by weight.
+class Heap:
+    """A sum modulo ``2**width``, as words by weight.
 
     Parameters
     ----------
@@ -45,33 +54,33 @@ class BitHeap:
 
     def __init__(self, width: int):
         self.width = width
-        self._columns: list[list[Value]] = [[] for _ in range(width)]
+        self._rows: list[Row] = []
         self._constant = 0
 
-    def add(self, terms: Iterable[Term]) -> None:
-        """Add weighted bits."""
-        for bit, weight in terms:
-            if weight < self.width:
-                self._columns[weight].append(bit)
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add weighted numbers."""
+        self._rows += [(value[: self.width - weight], weight) for value, weight in rows if weight < self.width]
 
-    def subtract(self, terms: Iterable[Term]) -> None:
-        """Subtract weighted bits: ``-b`` is ``~b - 1``, and the ones of all bits are one constant."""
-        for bit, weight in terms:
-            self.add([(~bit, weight)])
-            self._constant -= 1 << weight
-
-    def add_word(self, value: Value, *, weight: int = 0) -> None:
-        """Add an unsigned number times ``2**weight``."""
-        self.add((bit, weight + place) for place, bit in enumerate(value))
+    def subtract(self, rows: Iterable[Row]) -> None:
+        """Subtract weighted numbers: ``-b`` is ``~b + 1 - 2**len(b)``, whose constants add up to one for all."""
+        for value, weight in rows:
+            self.add([(~value, weight)])
+            self._constant += (1 << weight) - (1 << weight + len(value))
 
     def words(self) -> list[Value]:
-        """Words of `width` bits with the same sum: as many as the highest column has bits, the emptiest last."""
-        columns = [list(column) for column in self._columns]
-        for weight, column in enumerate(columns):
-            if self._constant >> weight & 1:
-                column.append(Const(1, 1))
-        height = max(map(len, columns), default=0)
-        return [Cat(column[k] if k < len(column) else Const(0, 1) for column in columns) for k in range(height)]
+        """Words of `width` bits with the same sum, as few as there can be: rows that do not overlap share one."""
+        constant = self._constant % (1 << self.width)
+        rows = [*self._rows, *([(Const(constant, self.width), 0)] if constant else [])]
+        words: list[list[Value]] = []
+        ends: list[int] = []
+        for value, weight in sorted(rows, key=lambda row: row[1]):
+            place = next((index for index, end in enumerate(ends) if end <= weight), len(words))
+            if place == len(words):
+                words.append([])
+                ends.append(0)
+            words[place] += [Const(0, weight - ends[place]), value]
+            ends[place] = weight + len(value)
+        return [Cat(*word, Const(0, self.width - end)) for word, end in zip(words, ends, strict=True)]
 
 
 def full_adders(m: Module, name: str, words: Sequence[Value], width: int) -> tuple[Value, Value]:
