@@ -74,6 +74,8 @@ class SharedDivisions(wiring.Component):
         latter are a multiple of `CYCLES`.
     interval : int
         Least cycles from one `start` to the next.
+    tag_bits : int
+        Bits of what travels along, 0 or more.
 
     Attributes
     ----------
@@ -86,10 +88,10 @@ class SharedDivisions(wiring.Component):
     -------
     start : in
         Divisor and dividends are there.
-    divisor, dividends : in
+    divisor, dividends, tag : in
     done : out
         The results are there, in this cycle alone.
-    quotients : out
+    quotients, o_tag : out
         Rounded down.
     rests : out
         Of each division, whether there is a remainder.
@@ -104,9 +106,10 @@ class SharedDivisions(wiring.Component):
     CYCLES = 8
     latency = CYCLES
 
-    def __init__(self, divisor_width: int, quotients: Sequence[tuple[int, int]], interval: int):
+    def __init__(self, divisor_width: int, quotients: Sequence[tuple[int, int]], interval: int, *, tag_bits: int = 0):
         self.divisor_width = check_integer("divisor_width", divisor_width, 1)
         self.stay = self.stay_of(interval)
+        self.tag_bits = check_integer("tag_bits", tag_bits, 0)
         self.sizes = [tuple(size) for size in quotients]
         for dividend, quotient in self.sizes:
             check_integer("dividend bits", dividend, quotient, quotient + divisor_width)
@@ -120,6 +123,8 @@ class SharedDivisions(wiring.Component):
                 "done": Out(1),
                 **{f"quotient_{k}": Out(quotient) for k, (_, quotient) in enumerate(self.sizes)},
                 "rests": Out(len(self.sizes)),
+                "tag": In(tag_bits),
+                "o_tag": Out(tag_bits),
             }
         )
 
@@ -144,7 +149,7 @@ class SharedDivisions(wiring.Component):
         m.d.sync += tokens.eq(Cat(self.start, tokens))
         arrivals = Cat(self.start, tokens)
 
-        divisor = self.divisor
+        divisor, tag = self.divisor, self.tag
         state = []
         for dividend, (_, quotient) in zip(self.dividends, self.sizes, strict=True):
             upper = dividend[quotient:]
@@ -152,8 +157,9 @@ class SharedDivisions(wiring.Component):
         for station in range(self.CYCLES // self.stay):
             arrives = arrivals[station * self.stay]
             held_divisor = Signal(self.divisor_width, name=f"divisor_{station}", reset_less=True)
+            held_tag = Signal(self.tag_bits, name=f"tag_{station}", reset_less=True)
             with m.If(arrives):
-                m.d.sync += held_divisor.eq(divisor)
+                m.d.sync += [held_divisor.eq(divisor), held_tag.eq(tag)]
             used_divisor = divisor if self.stay == 1 else Mux(arrives, divisor, held_divisor)
             next_state = []
             for k, arriving in enumerate(state):
@@ -167,10 +173,11 @@ class SharedDivisions(wiring.Component):
                 after = divide_steps(m, *now, used_divisor, len(held[1]) // self.CYCLES)
                 m.d.sync += [register.eq(value) for register, value in zip(held, after, strict=True)]
                 next_state.append(held)
-            divisor, state = held_divisor, next_state
+            divisor, tag, state = held_divisor, held_tag, next_state
 
         m.d.comb += [
             self.done.eq(tokens[-1]),
+            self.o_tag.eq(tag),
             self.rests.eq(Cat(has_rest(remainder, divisor) for remainder, _ in state)),
             *(port.eq(~digits) for port, (_, digits) in zip(self.quotients, state, strict=True)),
         ]
