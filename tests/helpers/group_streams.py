@@ -17,8 +17,8 @@ class Tabled(wiring.Component):
         super().__init__(
             {
                 "cfg": In(stream.Signature(data.StructLayout({"data": TableWrite()}))),
-                "i": In(unit.i.signature.flip() if isinstance(unit.i, wiring.FlippedInterface) else unit.i.signature),
-                "o": Out(unit.o.signature),
+                "i": In(stream.Signature(unit.i.payload.shape())),
+                "o": Out(stream.Signature(unit.o.payload.shape())),
             }
         )
 
@@ -56,7 +56,7 @@ def play(factory, rows, *, results=None, tables=None, **options):
     Parameters
     ----------
     factory : callable
-        Makes the unit.
+        Makes the unit, which is made once.
     rows : list of dict
         Fields of the transfers of `i`.
     results : int, optional
@@ -66,18 +66,14 @@ def play(factory, rows, *, results=None, tables=None, **options):
     options
         Of `kvant.sim.simulate.simulate`.
     """
-    sample = factory()
-    layout_in, layout_out = sample.i.payload.shape(), sample.o.payload.shape()
+    unit = factory()
+    layout_in, layout_out = unit.i.payload.shape(), unit.o.payload.shape()
     inputs = {"i": {"data": words(layout_in, rows)}}
     after = {}
-    make = factory
     if tables is not None:
         inputs["cfg"] = {"data": table_words(tables)}
         after["i"] = "cfg", len(inputs["cfg"]["data"])
-
-        def make():
-            return Tabled(factory())
-
+        unit = Tabled(unit)
     stimulus = Stimulus(inputs, {"o": len(rows) if results is None else results}, after=after)
-    trace = simulate(make, "unit", stimulus, simulator="amaranth", **options)
+    trace = simulate(lambda: unit, "unit", stimulus, simulator="amaranth", **options)
     return [data.Layout.cast(layout_out).from_bits(word) for word in trace.transfers["o"]["data"]], trace
