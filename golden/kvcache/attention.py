@@ -15,12 +15,11 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.choice import Tables
-from kvant.golden.kvcache.rows import centred, channel_vector, check_sinks
 from kvant.golden.kvcache.spatial import int8_rows, spatial_cache
 from kvant.golden.kvcache.temporal import Staging, TemporalCache, requantize, stage_rows
 from kvant.golden.numeric.int8 import int8_groups
 from kvant.golden.numeric.rounding import FP16_MAX
-from kvant.golden.numeric.tensors import check_group, from_groups, to_groups
+from kvant.golden.numeric.tensors import from_groups, to_groups
 
 
 class View(NamedTuple):
@@ -244,12 +243,17 @@ class Int8Head(Store):
 
 
 class CachedAttention:
-    """Attention over a cache, for `Llama`; scores, softmax and sums in float32.
+    """Attention over a cache, for `Llama`; scores, softmax and sums in float32 over the values that the cache holds.
 
     Parameters
     ----------
     keys, values : Store
         Windows of both begin at position 0; where both have windows, these are equally long.
+
+    Raises
+    ------
+    TensorError
+        Windows of different lengths.
     """
 
     def __init__(self, keys: Store, values: Store):
@@ -260,20 +264,24 @@ class CachedAttention:
         self._window = max(lengths, default=None)
 
     def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self._mix(layer, *rows) for rows in zip(queries, keys, values, strict=True)])
+        return torch.stack([self._attend(layer, *rows) for rows in zip(queries, keys, values, strict=True)])
 
-    def _mix(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One sequence: queries [Hq, T, d], keys and values [Hkv, T, d]."""
-        kv_heads, (heads, tokens, d) = keys.shape[0], queries.shape
+        grouped = by_kv_head(queries, keys.shape[0]) / math.sqrt(queries.shape[-1])
         keys, values = self.keys.view(layer, keys), self.values.view(layer, values)
-        grouped = (queries / math.sqrt(d)).reshape(kv_heads, heads // kv_heads, tokens, d)
         mixed = torch.empty_like(grouped)
-        for first, last, full in spans(tokens, self._window):
+        for first, last, full in spans(queries.shape[1], self._window):
             seen = [torch.cat((v.finished[..., :full, :], v.fresh[..., full:last, :]), dim=-2) for v in (keys, values)]
             scores = grouped[..., first:last, :] @ seen[0].unsqueeze(1).transpose(-1, -2)
             scores += causal_mask(first, last)
             mixed[..., first:last, :] = scores.softmax(-1) @ seen[1].unsqueeze(1)
         return mixed.reshape(queries.shape)
+
+
+def by_kv_head(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries [Hq, T, d] as [Hkv, Hq / Hkv, T, d]: query head h uses KV head ``h * Hkv // Hq``."""
+    return queries.unflatten(0, (kv_heads, -1))
 
 
 def spans(tokens: int, window: int | None) -> Iterator[tuple[int, int, int]]:

@@ -6,20 +6,27 @@ programming cuts the bins into at most C segments and gives each the coefficient
 best coefficient is no monotone function of the statistic, so neither is the table.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from kvant.golden.errors import TensorError
-from kvant.golden.kvcache.choice import THRESHOLD_LIMIT, GroupStatistics, Tables, group_statistics
-from kvant.golden.kvcache.rows import centred
+from kvant.golden.kvcache.choice import (
+    STATISTICS,
+    THRESHOLD_LIMIT,
+    GroupStatistics,
+    Tables,
+    group_statistics,
+)
+from kvant.golden.kvcache.rows import centred, check_sinks
 from kvant.golden.kvcache.temporal import stage_rows
+from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, LINEAR, TABLE_SIZE, level_table
 from kvant.golden.numeric.int8 import int8_groups
-from kvant.golden.numeric.rounding import fp16
-from kvant.golden.numeric.tensors import to_groups
+from kvant.golden.numeric.rounding import FP16_MAX
+from kvant.golden.numeric.tensors import check_group, to_groups
 
 ALL_COEFFICIENTS = (*range(LARGEST_COEFFICIENT + 1), LINEAR)
 """Every coefficient there is."""
@@ -29,6 +36,84 @@ USUAL_COEFFICIENTS = (*range(0, 125, 5), LINEAR)
 
 RATIOS = 1024
 """Bins of ``|q| / m`` in the histograms that errors are taken from."""
+
+
+FLOOR_QUANTILE = 1.0
+"""Quantile of the windows' largest magnitudes that becomes the floor of a channel."""
+
+FLOOR_MARGIN = 1.0
+"""What the quantile is multiplied with."""
+
+BINS = 512
+"""Bins of the statistic, of about equal population."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to cache keys or values, with a table of its own.
+
+    Attributes
+    ----------
+    rows : str
+        ``keys`` or ``values``.
+    along_time : bool
+        Groups run along time, not along the head.
+    offset, shared_coefficient : bool
+        Options of a cache along time.
+    """
+
+    rows: str
+    along_time: bool
+    offset: bool = False
+    shared_coefficient: bool = False
+
+
+KINDS = {
+    "key_head": Kind("keys", along_time=False),
+    "key_time": Kind("keys", along_time=True, offset=True, shared_coefficient=True),
+    "value_time": Kind("values", along_time=True),
+    "value_time_offset": Kind("values", along_time=True, offset=True, shared_coefficient=True),
+}
+"""What tables are fitted for, by name. Keys are centred in all of them."""
+
+
+@dataclass(frozen=True)
+class CacheTables:
+    """What calibration found for the caches of a model of L layers with H KV heads of d elements.
+
+    Attributes
+    ----------
+    group : int
+        G.
+    sinks : int
+        First tokens of a sequence that took no part.
+    key_mean : f16 [L, H, d]
+        Mean of every channel of the keys after RoPE.
+    key_floor, value_floor : f16 [L, H, d]
+        Magnitude that the INT8 scale of a channel has to hold, of centred keys and of values.
+    tables : dict of str to Tables
+        By name of the kind, see `KINDS`; coefficients u8 [L, C], thresholds i64 [L, C-1].
+    """
+
+    group: int
+    sinks: int
+    key_mean: torch.Tensor
+    key_floor: torch.Tensor
+    value_floor: torch.Tensor
+    tables: dict[str, Tables]
+
+    def layers(self, kind: str) -> tuple[Tables, ...]:
+        """The tables of a kind, by layer.
+
+        Raises
+        ------
+        TensorError
+            A kind that was not calibrated.
+        """
+        if kind not in self.tables:
+            raise TensorError(f"table {kind!r}: not calibrated; there are {', '.join(self.tables)}")
+        found = self.tables[kind]
+        return tuple(Tables(*pair, found.statistic) for pair in zip(found.coefficients, found.thresholds, strict=True))
 
 
 class Groups(NamedTuple):
@@ -83,7 +168,7 @@ def _groups(q: torch.Tensor, scale: torch.Tensor, statistics: GroupStatistics, *
 
 
 def normalised(statistics: GroupStatistics, statistic: str) -> torch.Tensor:
-    """``floor(statistic * 2^16 / (n*m)^2)`` i64 [...]: a group passes T exactly when this is at least T. 0 for m = 0."""
+    """``floor(statistic * 2^16 / (n*m)^2)`` i64 [...], 0 for m = 0: a group passes T exactly when it is at least T."""
     limit = (statistics.count * statistics.peak) ** 2
     return (statistics.of(statistic) << 16) // limit.clamp(min=1)
 
@@ -133,7 +218,6 @@ class Histogram:
         magnitude = groups.q.abs().to(torch.float32) * (RATIOS / peak.clamp(min=1))[..., None]
         place = magnitude.to(torch.int32).clamp_(max=RATIOS - 1) + (bins * RATIOS).to(torch.int32)[..., None]
         weight = (groups.weight * peak.square() * alive)[..., None].expand(groups.q.shape)
-        # one row of counts per thread would be faster; it is fast enough
         self.weights += torch.bincount(
             place.reshape(-1), weight.reshape(-1).to(torch.float64), minlength=self.weights.numel()
         ).view_as(self.weights)
@@ -195,3 +279,142 @@ def fit_table(
     coefficients.reverse(), thresholds.reverse()
     short = size - len(coefficients)
     return coefficients + coefficients[-1:] * short, thresholds + [THRESHOLD_LIMIT] * short
+
+
+def fit_kind(
+    groups: Sequence[Groups], shared_coefficient: bool, statistic: str, candidates: Sequence[int] = ALL_COEFFICIENTS
+) -> tuple[list[int], list[int]]:
+    """The table of a layer with the least squared error over groups from many texts; see `fit_table`.
+
+    A layer without any group that is not all zero gets the linear type for everything.
+    """
+    chosen_by, counted = [], []
+    for part in groups:
+        value, alive = normalised(part.statistics, statistic), part.statistics.peak > 0
+        if shared_coefficient:
+            value = shared_statistic(value, alive)
+            chosen_by.append(value[value >= 0])
+            counted.append(value[..., None].expand(alive.shape))
+        else:
+            chosen_by.append(value[alive])
+            counted.append(value)
+    values = torch.cat([value.reshape(-1) for value in chosen_by])
+    if not values.numel():
+        return [LINEAR] * TABLE_SIZE, [THRESHOLD_LIMIT] * (TABLE_SIZE - 1)
+    histogram = Histogram(bin_edges(values, BINS))
+    for part, value in zip(groups, counted, strict=True):
+        histogram.add(part, value)
+    return fit_table(histogram.edges, histogram.errors(candidates), candidates)
+
+
+class KeysAndValues:
+    """Observer of a layer on one window of text: keeps keys and values as the caches' port takes them."""
+
+    def __init__(self):
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def __call__(self, name: str, value: torch.Tensor) -> None:
+        part = name.rpartition(".")[2]
+        if part in ("keys", "values"):
+            setattr(self, part, value[0].clamp(-FP16_MAX, FP16_MAX).to(torch.float16))
+
+
+class CacheCalibrator:
+    """Fits the tables of a model, layer by layer, from what `observe_layers` shows.
+
+    Parameters
+    ----------
+    group : int
+        G.
+    sinks : int
+        First tokens of every window that are left out, as they will be INT8 sinks.
+    statistic : str
+        Second moment that will choose, one of `STATISTICS`.
+    floor_quantile : float
+        Of the largest magnitudes of a channel in each window, the quantile that becomes its floor; 1: the largest.
+    floor_margin : float
+        The floor is this times that quantile.
+    candidates : sequence of int
+        Coefficients that a table may hold.
+    kinds : sequence of str
+        Tables wanted, of `KINDS`.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: int,
+        sinks: int = 4,
+        statistic: str = "variance",
+        floor_quantile: float = FLOOR_QUANTILE,
+        floor_margin: float = FLOOR_MARGIN,
+        candidates: Sequence[int] = ALL_COEFFICIENTS,
+        kinds: Sequence[str] = tuple(KINDS),
+    ):
+        self._group, self._sinks = check_group(group), check_sinks(sinks)
+        if statistic not in STATISTICS:
+            raise TensorError(f"statistic = {statistic!r}: legal is one of {', '.join(map(repr, STATISTICS))}")
+        self._statistic, self._candidates, self._kinds = statistic, tuple(candidates), tuple(kinds)
+        self._floor_quantile, self._floor_margin = floor_quantile, floor_margin
+        self._found: list[dict[str, torch.Tensor]] = []
+        self._tables: dict[str, list[tuple[list[int], list[int]]]] = {kind: [] for kind in self._kinds}
+
+    @staticmethod
+    def observer() -> KeysAndValues:
+        """An observer of one layer on one window."""
+        return KeysAndValues()
+
+    def add(self, observers: Iterable[KeysAndValues]) -> None:
+        """Fit the next layer.
+
+        Raises
+        ------
+        TensorError
+            When no window of the text holds a full window of the cache.
+        """
+        observers = list(observers)
+        rows = {part: [getattr(observer, part) for observer in observers] for part in ("keys", "values")}
+        if all(x.shape[-2] < max(self._group, self._sinks + 1) for x in rows["keys"]):
+            longest = max(x.shape[-2] for x in rows["keys"])
+            raise TensorError(
+                f"calibration windows of {longest} tokens: legal is at least group = {self._group} and more than "
+                f"sinks = {self._sinks}"
+            )
+        late = [x[:, self._sinks :].float() for x in rows["keys"]]
+        count = sum(x.shape[-2] for x in late)
+        mean = (sum(x.sum(-2, dtype=torch.float64) for x in late) / count).to(torch.float32).to(torch.float16)
+        found = {
+            "key_mean": mean,
+            "key_floor": self._floor(rows["keys"], mean),
+            "value_floor": self._floor(rows["values"]),
+        }
+        self._found.append(found)
+        with independent_threads() as run:
+            for name in self._kinds:
+                kind = KINDS[name]
+                groups = run(lambda x, kind=kind: self._groups(x, kind, found), rows[kind.rows])
+                self._tables[name].append(fit_kind(groups, kind.shared_coefficient, self._statistic, self._candidates))
+
+    def _floor(self, rows: Sequence[torch.Tensor], mean: torch.Tensor | None = None) -> torch.Tensor:
+        """Floor f16 [H, d] of a layer."""
+        centre = None if mean is None else mean[:, None]
+        peaks = [centred(x, centre)[:, self._sinks :].float().abs().amax(-2) for x in rows if x.shape[-2] > self._sinks]
+        floor = torch.stack(peaks).quantile(self._floor_quantile, dim=0) * self._floor_margin
+        return floor.clamp(max=FP16_MAX).to(torch.float16)
+
+    def _groups(self, x: torch.Tensor, kind: Kind, found: dict[str, torch.Tensor]) -> Groups:
+        mean = found["key_mean"] if kind.rows == "keys" else None
+        if not kind.along_time:
+            return groups_of_head(x, group=self._group, mean=mean, sinks=self._sinks)
+        floor = found["key_floor" if kind.rows == "keys" else "value_floor"]
+        return groups_of_time(x, group=self._group, mean=mean, floor=floor, sinks=self._sinks, offset=kind.offset)
+
+    def result(self) -> CacheTables:
+        """Tables of the layers added so far."""
+        stacked = {name: torch.stack([layer[name] for layer in self._found]) for name in self._found[0]}
+        tables = {
+            name: Tables.of([c for c, _ in layers], [t for _, t in layers], self._statistic)
+            for name, layers in self._tables.items()
+        }
+        return CacheTables(self._group, self._sinks, **stacked, tables=tables)
