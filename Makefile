@@ -4,12 +4,13 @@ PYTHON := .venv/bin/python
 WORKERS ?= 2
 DEMO_OUT ?= out/demo
 
-.PHONY: help env demo test test-long lint docs reference bench clean
+.PHONY: help env demo test test-long formal lint docs reference bench clean
 
 help:
 	@echo "make demo       real weights through the generated RTL, compared and summarised (under 5 minutes)"
 	@echo "make test       lint, documentation and the test suite (under 20 minutes)"
 	@echo "make test-long  the slower tests"
+	@echo "make formal     bounded proofs of the cache's control and buffers, deeper than in the tests"
 	@echo "make lint       ruff: rules and format"
 	@echo "make docs       documentation in docs/_build/html"
 	@echo "make reference  bring docs/configuration.md up to date with the code"
@@ -39,6 +40,9 @@ test: lint docs
 
 test-long: env
 	@$(PYTHON) -m pytest -n $(WORKERS) -m long
+
+formal: env
+	@$(PYTHON) -m pytest -n $(WORKERS) -m "long or not long" tests/hw/kvcache -k formal
 
 bench: env
 	@$(PYTHON) bench/array_use.py
