@@ -50,6 +50,10 @@ class Block(Protocol):
     fields: Collection[str]
     """Fields of the configuration that it reads."""
 
+    held: Collection[str]
+    """Fields of its input streams, as ``stream.field``, that keep their value over many transfers: the serial link of
+    a board carries them once."""
+
     def build(self, config: "Config") -> "wiring.Component":
         """The component, anew at every call."""
 

@@ -10,6 +10,7 @@ from kvant import config
 from kvant.blocks import Vectors
 from kvant.config import Config
 from kvant.errors import ComparisonError, InputError
+from kvant.fpga.linear_top import HELD
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import INT8
 from kvant.tensors import ArraySpec, check_arrays, scalar
@@ -36,6 +37,7 @@ class LinearBlock:
 
     summary = "fp16 activations times 4-bit M-ANT weights, fp32 outputs"
     fields = (*LinearParameters.model_fields, "coefficients")
+    held = HELD
 
     def build(self, chosen: Config):
         """The component, anew at every call."""

@@ -26,6 +26,7 @@ class VarianceBlock:
 
     summary = "sum, sum of squares, extremes and exact variance of INT8 groups"
     fields = ("lanes", "group", "adder")
+    held = ()
 
     def build(self, chosen: Config):
         """The component, anew at every call."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvant.blocks import BLOCKS
 from kvant.options import ConfigOption, SetOption
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def generate(
         out: Annotated[Path, typer.Option("-o", "--out", help="Folder to write to.", show_default=False)],
-        block: Annotated[str, typer.Argument(help="Block to generate.")] = "linear",
+        block: Annotated[str, typer.Argument(help=f"Block to generate: {', '.join(BLOCKS)}.")] = "linear",
         config: ConfigOption = None,
         overrides: SetOption = None,
         prefix: Annotated[

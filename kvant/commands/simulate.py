@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvant.blocks import BLOCKS
 from kvant.options import ConfigOption, SetOption, Simulator, SimulatorOption
 
 
@@ -13,7 +14,7 @@ def register(app: typer.Typer):
 
     @app.command()
     def simulate(
-        block: Annotated[str, typer.Argument(metavar="BLOCK", help="Block to simulate: linear.")],
+        block: Annotated[str, typer.Argument(metavar="BLOCK", help=f"Block to simulate: {', '.join(BLOCKS)}.")],
         data: Annotated[Path, typer.Option("--data", help="Input tensors, .npz.")],
         out: Annotated[Path, typer.Option("--out", help="Output tensors, .npz; written only if all went well.")],
         config: ConfigOption = None,

