@@ -1,4 +1,4 @@
-"""File format of quantised weights: one safetensors file, checked when it is read.
+"""File format of quantised weights and of the tables of caches: one safetensors file, checked when it is read.
 
 For every weight NAME of N outputs and K inputs in groups of G along K:
 
@@ -11,9 +11,22 @@ NAME.coefficient   u8 [N, K/G]     coefficient byte of each group: 0..127, 254 (
 NAME.int8          i8 [groups, G]  only if there are INT8 groups: their elements, in the order of NAME.coefficient
 ================== =============== ==================================================================================
 
+For the caches of a model of L layers with H KV heads of d elements, if they were calibrated:
+
+======================= =============== ==============================================================================
+tensor                  type            contents
+======================= =============== ==============================================================================
+cache.key_mean          f16 [L, H, d]   mean of the keys after RoPE, subtracted before they are cached
+cache.key_floor         f16 [L, H, d]   least magnitude that the INT8 scale of a channel of centred keys holds
+cache.value_floor       f16 [L, H, d]   the same for values
+cache.KIND.coefficients u8 [L, C]       table of coefficients; KIND as in `kvant.golden.kvcache.calibration.KINDS`
+cache.KIND.thresholds   u16 [L, C-1]    thresholds between its entries, non-descending
+======================= =============== ==============================================================================
+
 The metadata entry ``kvant`` is a JSON object: ``format`` and ``version`` of this layout, ``configuration``, ``source``
 (file name and SHA-256 of the model's weights), ``tensors`` (shape, group, loss and the SHA-256 of each stored tensor),
-and ``sha256`` over all of this. Same weights, same bytes.
+``cache`` (group, sinks, statistic and the SHA-256 of each stored tensor; absent without tables of caches), and
+``sha256`` over all of this. Same contents, same bytes.
 """
 
 import hashlib
@@ -30,6 +43,7 @@ from kvant.golden.errors import TensorError
 if TYPE_CHECKING:
     import torch
 
+    from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
 
 FORMAT = "kvant-mant-weights"
@@ -38,6 +52,9 @@ VERSION = 1
 
 _KEY = "kvant"
 _PARTS = {"codes": "U8", "scale": "F16", "coefficient": "U8", "int8": "I8"}
+_CACHE = "cache"
+_CACHE_VECTORS = ("key_mean", "key_floor", "value_floor")
+_CACHE_PARTS = {"coefficients": "U8", "thresholds": "U16"} | dict.fromkeys(_CACHE_VECTORS, "F16")
 
 
 @dataclass(frozen=True)
@@ -52,11 +69,14 @@ class PackedModel:
         How they were made.
     source : dict
         ``name`` and ``sha256`` of the model they were made from.
+    cache : CacheTables or None
+        What calibration found for the caches.
     """
 
     tensors: dict[str, "QuantizedWeights"]
     configuration: dict
     source: dict
+    cache: "CacheTables | None" = None
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -75,6 +95,11 @@ class PackedModel:
             shape = model.tensors[name].shape if name in model.tensors else "absent"
             if shape != weights.shape:
                 raise InputError(f"{name}: packed as {list(weights.shape)}, in {model.path.name} it is {shape}")
+        if self.cache is not None:
+            found, expected = tuple(self.cache.key_mean.shape), model.config
+            expected = (expected.layers, expected.kv_heads, expected.head_dim)
+            if found != expected:
+                raise InputError(f"cache.key_mean: shape {found}; {model.path.name} has {expected} (layers, heads, d)")
         if (digest := model.sha256()) != self.source["sha256"]:
             raise InputError(
                 f"{model.path.name}: SHA-256 {digest[:16]}... is not that of the model the weights were made from, "
@@ -104,7 +129,24 @@ def total_bytes(tensors: Iterable["QuantizedWeights"]) -> dict[str, int]:
     return total
 
 
-def save(path: Path, tensors: Mapping[str, "QuantizedWeights"], configuration: dict, source: dict) -> None:
+def _cache_planes(cache: "CacheTables") -> dict[str, "torch.Tensor"]:
+    """The stored tensors of the caches' tables, by their names behind ``cache.``."""
+    import torch
+
+    planes = {name: getattr(cache, name) for name in _CACHE_VECTORS}
+    for kind, tables in cache.tables.items():
+        planes[f"{kind}.coefficients"] = tables.coefficients
+        planes[f"{kind}.thresholds"] = tables.thresholds.to(torch.uint16)
+    return {name: plane.contiguous() for name, plane in planes.items()}
+
+
+def save(
+    path: Path,
+    tensors: Mapping[str, "QuantizedWeights"],
+    configuration: dict,
+    source: dict,
+    cache: "CacheTables | None" = None,
+) -> None:
     """Write a file whole: it is built beside *path* and renamed.
 
     Parameters
@@ -115,6 +157,8 @@ def save(path: Path, tensors: Mapping[str, "QuantizedWeights"], configuration: d
         Weights by name.
     configuration, source : dict
         What JSON can hold; see `PackedModel`.
+    cache : CacheTables, optional
+        What calibration found for the caches.
     """
     from safetensors.torch import save_file
 
@@ -137,6 +181,15 @@ def save(path: Path, tensors: Mapping[str, "QuantizedWeights"], configuration: d
         "source": source,
         "tensors": described,
     }
+    if cache is not None:
+        stored = _cache_planes(cache)
+        planes |= {f"{_CACHE}.{name}": plane for name, plane in stored.items()}
+        header[_CACHE] = {
+            "group": cache.group,
+            "sinks": cache.sinks,
+            "statistic": {kind: tables.statistic for kind, tables in cache.tables.items()},
+            "sha256": {name: _digest(plane) for name, plane in stored.items()},
+        }
     # One metadata entry, because safetensors writes several in an order that changes from run to run.
     metadata = {_KEY: _canonical(header | {"sha256": _header_digest(header)})}
     path = Path(path)
@@ -166,28 +219,39 @@ def load(path: Path) -> PackedModel:
     except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path}: truncated or not a safetensors file ({reason})") from None
-    tensors = {}
-    for name, entry in header["tensors"].items():
-        parts = {}
-        for part, digest in entry["sha256"].items():
-            full = f"{name}.{part}"
-            if full not in planes:
-                raise InputError(f"{path}: {full} is missing; without it {name} has no value")
-            if part not in _PARTS or kinds[full] != _PARTS[part]:
-                raise InputError(f"{path}: {full} has type {kinds[full]}; legal is {_PARTS.get(part, 'no such part')}")
-            parts[part] = planes.pop(full)
-            if _digest(parts[part]) != digest:
-                raise InputError(f"{path}: {full} is damaged, its contents do not match their SHA-256")
-        for part in ("codes", "scale", "coefficient"):
-            if part not in parts:
-                raise InputError(f"{path}: {name}.{part} is missing; without it {name} has no value")
-        try:
+
+    def take(name: str, part: str, digest: str, legal: Mapping[str, str], needed_by: str) -> "torch.Tensor":
+        """A tensor of the file, checked."""
+        if name not in planes:
+            raise InputError(f"{path}: {name} is missing; without it {needed_by} has no value")
+        if part not in legal or kinds[name] != legal[part]:
+            raise InputError(f"{path}: {name} has type {kinds[name]}; legal is {legal.get(part, 'no such part')}")
+        plane = planes.pop(name)
+        if _digest(plane) != digest:
+            raise InputError(f"{path}: {name} is damaged, its contents do not match their SHA-256")
+        return plane
+
+    tensors, cache = {}, None
+    try:
+        for name, entry in header["tensors"].items():
+            parts = {
+                part: take(f"{name}.{part}", part, digest, _PARTS, name) for part, digest in entry["sha256"].items()
+            }
+            for part in ("codes", "scale", "coefficient"):
+                if part not in parts:
+                    raise InputError(f"{path}: {name}.{part} is missing; without it {name} has no value")
             tensors[name] = _unpack(name, entry, parts)
-        except TensorError as error:
-            raise InputError(f"{path}: {error}") from None
+        if (entry := header.get(_CACHE)) is not None:
+            parts = {
+                name: take(f"{_CACHE}.{name}", name.rpartition(".")[2], digest, _CACHE_PARTS, "the cache")
+                for name, digest in entry["sha256"].items()
+            }
+            cache = _unpack_cache(entry, parts)
+    except TensorError as error:
+        raise InputError(f"{path}: {error}") from None
     if planes:
         raise InputError(f"{path}: {min(planes)} belongs to no weight of the file")
-    return PackedModel(tensors, header["configuration"], header["source"])
+    return PackedModel(tensors, header["configuration"], header["source"], cache)
 
 
 def _header(path: Path, metadata: dict[str, str] | None) -> dict:
@@ -238,6 +302,36 @@ def _unpack(name: str, entry: dict, parts: dict[str, "torch.Tensor"]) -> "Quanti
         loss=entry["loss"],
         name=name,
     )
+
+
+def _unpack_cache(entry: dict, parts: dict[str, "torch.Tensor"]) -> "CacheTables":
+    from kvant.golden.kvcache.calibration import KINDS, CacheTables
+    from kvant.golden.kvcache.choice import Tables
+    from kvant.golden.numeric.tensors import check_shape
+
+    wanted = [
+        *_CACHE_VECTORS,
+        *(f"{kind}.{part}" for kind in entry["statistic"] for part in ("coefficients", "thresholds")),
+    ]
+    for name in wanted:
+        if name not in parts:
+            raise TensorError(f"{_CACHE}.{name} is missing; without it the cache has no value")
+    shape = tuple(parts["key_mean"].shape)
+    for name in _CACHE_VECTORS:
+        check_shape(parts[name], f"{_CACHE}.{name}", shape)
+        if not bool(parts[name].isfinite().all()) or (name.endswith("floor") and bool((parts[name] < 0).any())):
+            raise TensorError(f"{_CACHE}.{name}: legal are finite values, in a floor of at least 0")
+    tables = {}
+    for kind, statistic in entry["statistic"].items():
+        if kind not in KINDS:
+            raise TensorError(f"{_CACHE}.{kind}: unknown; legal are {', '.join(KINDS)}")
+        coefficients, thresholds = parts[f"{kind}.coefficients"], parts[f"{kind}.thresholds"]
+        if coefficients.ndim != 2 or len(coefficients) != shape[0]:
+            raise TensorError(
+                f"{_CACHE}.{kind}.coefficients: shape {tuple(coefficients.shape)}; legal is ({shape[0]}, C)"
+            )
+        tables[kind] = Tables.of(coefficients.numpy(), thresholds.numpy(), statistic)
+    return CacheTables(entry["group"], entry["sinks"], *(parts[name] for name in _CACHE_VECTORS), tables=tables)
 
 
 def _canonical(value: dict) -> str:

@@ -25,7 +25,7 @@ from kvant.golden.kvcache.temporal import stage_rows
 from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, LINEAR, TABLE_SIZE, level_table
 from kvant.golden.numeric.int8 import int8_groups
-from kvant.golden.numeric.rounding import FP16_MAX
+from kvant.golden.numeric.rounding import FP16_MAX, fp16
 from kvant.golden.numeric.tensors import check_group, to_groups
 
 ALL_COEFFICIENTS = (*range(LARGEST_COEFFICIENT + 1), LINEAR)
@@ -383,7 +383,7 @@ class CacheCalibrator:
             )
         late = [x[:, self._sinks :].float() for x in rows["keys"]]
         count = sum(x.shape[-2] for x in late)
-        mean = (sum(x.sum(-2, dtype=torch.float64) for x in late) / count).to(torch.float32).to(torch.float16)
+        mean = fp16(sum(x.sum(-2, dtype=torch.float64) for x in late) / count)
         found = {
             "key_mean": mean,
             "key_floor": self._floor(rows["keys"], mean),
@@ -393,7 +393,9 @@ class CacheCalibrator:
         with independent_threads() as run:
             for name in self._kinds:
                 kind = KINDS[name]
-                groups = run(lambda x, kind=kind: self._groups(x, kind, found), rows[kind.rows])
+                least = self._group if kind.along_time else self._sinks + 1
+                long_enough = [x for x in rows[kind.rows] if x.shape[-2] >= least]
+                groups = run(lambda x, kind=kind: self._groups(x, kind, found), long_enough)
                 self._tables[name].append(fit_kind(groups, kind.shared_coefficient, self._statistic, self._candidates))
 
     def _floor(self, rows: Sequence[torch.Tensor], mean: torch.Tensor | None = None) -> torch.Tensor:

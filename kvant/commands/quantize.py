@@ -1,4 +1,4 @@
-"""``kvant quantize``: the linear weights of a model to M-ANT, into one checked file."""
+"""``kvant quantize``: the linear weights of a model to M-ANT and the tables of its caches, into one checked file."""
 
 import fnmatch
 import json
@@ -19,6 +19,7 @@ from kvant.options import ConfigOption, SetOption
 
 if TYPE_CHECKING:
     from kvant.config import Config
+    from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.checkpoint import Checkpoint, TensorInfo
 
@@ -30,6 +31,9 @@ BUILTIN_TEXT = "builtin"
 
 WINDOW = 512
 """Tokens of a calibration window."""
+
+SINKS = 4
+"""First tokens of a sequence that model presets keep INT8 in the caches."""
 
 Objective = Literal["full", "diagonal", "weight"]
 
@@ -57,6 +61,10 @@ class Recipe:
         Tokens of the text used.
     window : int or None
         Tokens of one window of it; None: `WINDOW`, or the model's context where that is shorter.
+    sinks : int
+        First tokens of a window that the tables of the caches leave out.
+    statistic : str
+        Second moment that chooses coefficients in the caches.
     """
 
     group: int
@@ -67,6 +75,8 @@ class Recipe:
     text: str | None = None
     tokens: int = 16384
     window: int | None = None
+    sinks: int = SINKS
+    statistic: Literal["variance", "moment"] = "variance"
 
 
 @dataclass(frozen=True)
@@ -178,8 +188,14 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Weights to quantise, as in '*.q_proj.weight'; repeatable."),
     ] = None,
+    sinks: Annotated[
+        int, typer.Option(min=0, max=256, help="First tokens that the caches' tables leave out: INT8 sinks.")
+    ] = SINKS,
+    cache_only: Annotated[
+        bool, typer.Option("--cache-only", help="No weights: only the tables of the caches. Needs --calibrate.")
+    ] = False,
 ) -> None:
-    """Quantise the linear weights of MODEL to M-ANT.
+    """Quantise the linear weights of MODEL to M-ANT, and with a calibration text fit the tables of its caches.
 
     GPTQ, AWQ and GGUF weights are dequantised and fitted anew; the loss of every tensor is printed. An interrupted run
     continues where it stopped when started again with the same options.
@@ -188,6 +204,8 @@ def quantize(
 
     if calibrate is not None and weight_error:
         raise InputError("--calibrate and --weight-error: legal is one of them")
+    if cache_only and (calibrate is None or only):
+        raise InputError("--cache-only: needs --calibrate TEXT, and takes no --only")
     if calibrate is None and objective not in (None, "weight"):
         raise InputError(f"--objective {objective}: needs --calibrate TEXT")
     if outlier_groups is not None and not (math.isfinite(outlier_groups) and outlier_groups > 0):
@@ -202,10 +220,12 @@ def quantize(
         text=calibrate,
         tokens=tokens,
         window=window,
+        sinks=sinks,
+        statistic=settings.cache.statistic,
     )
     _check_output(output, model)
     checkpoint = open_model(model)
-    chosen = choose_tensors(checkpoint, only or [])
+    chosen = [] if cache_only else choose_tensors(checkpoint, only or [])
     _run(checkpoint, chosen, recipe, output)
 
 
@@ -350,24 +370,29 @@ def _run(checkpoint: "Checkpoint", chosen: "list[TensorInfo]", recipe: Recipe, o
         job = {"configuration": configuration, "source": source, "tensors": names, "layout": packed.VERSION}
         workspace = Workspace(output.with_name(output.name + ".partial"), job)
         try:
-            moments = None
+            moments, cache = None, None
             if windows is not None:
-                moments = _moments(checkpoint, windows, recipe, names, workspace, progress)
+                moments, cache = _calibrate(checkpoint, windows, recipe, names, workspace, progress)
             started = time.perf_counter()
             task = progress.add_task("quantise", total=len(chosen))
             reports = []
-            width = max(len(name) for name in names)
+            width = max((len(name) for name in names), default=0)
             for report in quantize_tensors(checkpoint, chosen, recipe, moments, workspace):
                 reports.append(report)
                 typer.echo(f"{report.info.name:{width}}  {_described(report)}")
                 progress.advance(task)
             seconds = time.perf_counter() - started
-            packed.save(output, {report.info.name: report.weights for report in reports}, configuration, source)
+            tensors = {report.info.name: report.weights for report in reports}
+            packed.save(output, tensors, configuration, source, cache)
         except KeyboardInterrupt:
             typer.echo(f"stopped; {workspace.folder} keeps what is finished for the next run", err=True)
             raise
         workspace.remove()
-    typer.echo(_summary(output, reports, seconds))
+    if reports:
+        typer.echo(_summary(reports, seconds))
+    if windows is not None:
+        typer.echo(_cache_summary(cache, recipe))
+    typer.echo(f"written: {output}")
 
 
 def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
@@ -392,32 +417,79 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
         "objective": recipe.objective,
         "scale_factors": list(recipe.scale_factors),
         "outlier_groups": recipe.outlier_groups,
+        "sinks": recipe.sinks,
+        "statistic": recipe.statistic,
         "calibration": described,
     }
     return configuration, windows
 
 
-def _moments(checkpoint, windows, recipe: Recipe, names: Sequence[str], workspace: Workspace, progress) -> dict:
-    """Second moments, from the workspace of an interrupted run or by calibration."""
+def cache_tables(
+    checkpoint: "Checkpoint", windows: Sequence, recipe: Recipe, progress: Callable[[int, int], None] | None = None
+) -> "CacheTables":
+    """Fit the tables of the caches alone, from calibration windows of token numbers."""
+    from kvant.golden.kvcache.calibration import CacheCalibrator
+    from kvant.golden.models.calibration import observe_layers
+
+    calibrator = CacheCalibrator(group=recipe.group, sinks=recipe.sinks, statistic=recipe.statistic)
+    for _, observers in observe_layers(checkpoint, windows, calibrator.observer, progress):
+        calibrator.add(observers)
+    return calibrator.result()
+
+
+def _calibrate(
+    checkpoint, windows, recipe: Recipe, names: Sequence[str], workspace: Workspace, progress
+) -> "tuple[dict | None, CacheTables | None]":
+    """Second moments for the weights *names* and tables for the caches, from one run of the text or an interrupted one.
+
+    No moments without names, no tables where the windows hold no group of a cache.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
-    from kvant.golden.models.calibration import calibrate
+    from kvant import packed
+    from kvant.golden.kvcache.calibration import CacheCalibrator
+    from kvant.golden.models.calibration import Moments, observe_layers
 
-    path = workspace.folder / "moments.safetensors"
-    if path.is_file():
-        try:
-            return load_file(path)
-        except SafetensorError:  # cut off by the interrupt
-            path.unlink()
+    moments_path, cache_path = (workspace.folder / f"{name}.safetensors" for name in ("moments", "caches"))
+    try:
+        return load_file(moments_path) or None, packed.load(cache_path).cache
+    except (SafetensorError, OSError, InputError):  # not there, or cut off by the interrupt
+        pass
     task = progress.add_task("calibrate", total=checkpoint.config.layers)
     advance: Callable[[int, int], None] = lambda done, _: progress.update(task, completed=done)  # noqa: E731
-    diagonal = recipe.objective == "diagonal"
-    moments = calibrate(checkpoint, windows, recipe.group, diagonal=diagonal, names=names, progress=advance).moments
-    part = path.with_suffix(".part")
-    save_file({name: moment.clone() for name, moment in moments.items()}, part)
-    os.replace(part, path)
-    return moments
+    moments = Moments(recipe.group, diagonal=recipe.objective == "diagonal", names=names)
+    caches = CacheCalibrator(group=recipe.group, sinks=recipe.sinks, statistic=recipe.statistic)
+    # where only the tables are wanted, windows that are too short for them are refused
+    long_enough = not names or max(len(window) for window in windows) >= max(recipe.group, recipe.sinks + 1)
+
+    class Both:
+        """Observer for moments and caches."""
+
+        def __init__(self):
+            self.moments, self.caches = moments.observer(), caches.observer()
+
+        def __call__(self, name, value) -> None:
+            self.moments(name, value)
+            self.caches(name, value)
+
+    for _, observers in observe_layers(checkpoint, windows, Both, advance):
+        moments.add(observer.moments for observer in observers)
+        if long_enough:
+            caches.add(observer.caches for observer in observers)
+    found = moments.result(sum(len(window) for window in windows)).moments
+    tables = caches.result() if long_enough else None
+    packed.save(cache_path, {}, {}, {}, tables)
+    part = moments_path.with_suffix(".part")
+    save_file({name: moment.clone() for name, moment in found.items()}, part)
+    os.replace(part, moments_path)
+    return found or None, tables
+
+
+def _cache_summary(cache: "CacheTables | None", recipe: Recipe) -> str:
+    if cache is None:
+        return f"no tables for caches: no calibration window holds a group of {recipe.group} tokens behind the sinks"
+    return f"tables for the caches of {len(cache.key_mean)} layers: {', '.join(cache.tables)}"
 
 
 def _described(report: TensorReport) -> str:
@@ -431,7 +503,7 @@ def _described(report: TensorReport) -> str:
     return text + ("  (resumed)" if report.resumed else "")
 
 
-def _summary(output: Path, reports: Sequence[TensorReport], seconds: float) -> str:
+def _summary(reports: Sequence[TensorReport], seconds: float) -> str:
     from kvant import packed
 
     elements = sum(math.prod(report.weights.shape) for report in reports)
@@ -445,7 +517,7 @@ def _summary(output: Path, reports: Sequence[TensorReport], seconds: float) -> s
     ]
     if all(report.output_loss is not None for report in reports):
         lines[-1] += f", of the outputs {_mean(report.output_loss for report in reports):.3e}"
-    return "\n".join([*lines, f"written: {output}"])
+    return "\n".join(lines)
 
 
 def _mean(values) -> float:
