@@ -26,10 +26,11 @@ def rotate(m: Module, lanes: list, amount, name: str) -> list:
 class WindowBuffer(wiring.Component):
     """INT8 elements in as many banks as a transfer has lanes, skewed.
 
-    Channel c of row r is in bank ``(c + r) % lanes``. So a transfer of a row is written in one cycle, and so many consecutive rows of one channel are read in one cycle,
-    each bank at its own address. The rows of a head are a ring; row r of the transfer ("word") w of a head has the
-    address ``(head * p.row_transfers + w) * ring_rows + r`` in every bank. `ring_rows` is a multiple of the lanes, and
-    rows are read from a multiple on, so that rows that are read together never wrap round.
+    Channel c of row r is in bank ``(c + r) % lanes``: a transfer of a row is written in one cycle, and as many
+    consecutive rows of one channel are read in one cycle, each bank at its own address. The rows of a head are a ring;
+    row r of the transfer ("word") w of a head has the address ``(head * p.row_transfers + w) * ring_rows + r`` in its
+    banks. `ring_rows` is a multiple of the lanes, and rows are read from a multiple on, so that rows that are read
+    together never wrap round.
 
     One reading per cycle. The caller guarantees that no row is read that is written in that cycle.
 

@@ -367,6 +367,8 @@ class Int8Quantizer(wiring.Component):
     ----------
     latency : int
         Cycles from the transfer that ends a group to the group's first result, when nothing is before it.
+    depth : int
+        Transfers that wait inside at most, not counting those in the division pipeline.
 
     Members
     -------
@@ -400,6 +402,7 @@ class Int8Quantizer(wiring.Component):
         # until its maximum is read; with the next power of two there is always room while results are taken.
         longest_stay = -(-group // lanes) + GroupMaximum.cycles(lanes) + 4
         self._address_bits = (longest_stay - 1).bit_length()
+        self.depth = 1 << self._address_bits
         self._maximum = GroupMaximum(lanes, Shape(self._address_bits))
         self.latency = self.latency_of(lanes)
         super().__init__(
@@ -416,8 +419,7 @@ class Int8Quantizer(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        lanes = self.lanes
-        depth = 1 << self._address_bits
+        lanes, depth = self.lanes, self.depth
         m.submodules.maximum = maximum = self._maximum
         # A word is read at the earliest two cycles after it is written, and its place is free only after the read of
         # its maximum: no address is read and written in one cycle. Maxima need as many places as words: before a
