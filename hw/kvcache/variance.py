@@ -8,7 +8,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.parameters import INT8_LIMIT, signed_width
 from kvant.hw.numeric.adders import adder_strategy
-from kvant.hw.numeric.carry_save import CarrySaveTree, Heap, level, product_rows, square_rows
+from kvant.hw.numeric.carry_save import CarrySaveTree, Heap, folded, level, product_rows, square_rows
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import check_integer
@@ -49,6 +49,32 @@ def variance_fields(group: int, *, nvar: bool = True) -> dict:
         **({"nvar": nvar_width(group)} if nvar else {}),
         "count": range(group + 1),
     }
+
+
+class ElementSquare(wiring.Component):
+    """The square of an INT8 element, as words that a carry-save tree adds up.
+
+    Members
+    -------
+    x : in, signed(8)
+    words : out
+        `WORDS` unsigned numbers of `WIDTH` bits, whose sum is ``x**2``.
+    """
+
+    WIDTH = (INT8_LIMIT**2).bit_length()
+    WORDS = 5
+
+    def __init__(self):
+        super().__init__({"x": In(signed(8)), "words": Out(data.ArrayLayout(self.WIDTH, self.WORDS))})
+
+    def elaborate(self, platform):
+        m = Module()
+        magnitude = Signal(7)
+        m.d.comb += magnitude.eq(folded(self.x))
+        heap = Heap(self.WIDTH)
+        heap.add(square_rows(self.x[-1], magnitude))
+        m.d.comb += [port.eq(word) for port, word in zip(self.words, heap.words(), strict=True)]
+        return m
 
 
 class VariancePipeline(wiring.Component):
@@ -104,8 +130,7 @@ class VariancePipeline(wiring.Component):
             }
         )
         # The depth of a tree depends on the widths alone, for which these signals stand.
-        m = Module()
-        self._square_tree = self._tree(self._squares(m, [Signal(8)] * lanes))
+        self._square_tree = self._tree(self._squares([[Signal(ElementSquare.WIDTH)] * ElementSquare.WORDS] * lanes))
         self._biased_tree = self._tree(self._biased([Signal(8)] * lanes))
         self._comparisons = (lanes - 1).bit_length()
         self._front = max(
@@ -115,18 +140,18 @@ class VariancePipeline(wiring.Component):
         )
         self.latency = 1 + self._front + 2  # the input, the trees, the group so far, its sums
         if nvar:
-            operands = (Signal(self.fields[name]) for name in ("count", "sumsq", "sum"))
-            self._nvar_tree = self._tree(self._nvar(m, *operands))
+            widths = group.bit_length(), self.fields["sumsq"], 1, self.fields["sum"].width - 1
+            self._nvar_tree = self._tree(self._nvar(*map(Signal, widths)))
             self.latency += self._nvar_tree.latency + 1
 
     def _tree(self, heap: Heap) -> CarrySaveTree:
         return CarrySaveTree(len(heap.words()), levels_per_stage=self.LEVELS_PER_STAGE)
 
-    def _squares(self, m: Module, elements: Sequence[Value]) -> Heap:
-        """The squares of a transfer's elements."""
+    def _squares(self, words: Sequence[Sequence[Value]]) -> Heap:
+        """The squares of a transfer's elements, each in words of its own."""
         heap = Heap(self.fields["sumsq"])
-        for lane, x in enumerate(elements):
-            heap.add(square_rows(m, f"x_{lane}", x))
+        for square in words:
+            heap.add((word, 0) for word in square)
         return heap
 
     def _biased(self, elements: Sequence[Value]) -> Heap:
@@ -135,11 +160,11 @@ class VariancePipeline(wiring.Component):
         heap.add((x, 0) for x in elements)
         return heap
 
-    def _nvar(self, m: Module, count: Value, sumsq: Value, total: Value) -> Heap:
-        """``count * sumsq - total**2``, which is never negative."""
+    def _nvar(self, count: Value, sumsq: Value, sign: Value, magnitude: Value) -> Heap:
+        """``count * sumsq - sum**2``, which is never negative, of a sum's sign and `folded` magnitude."""
         heap = Heap(self.fields["nvar"])
         heap.add(product_rows(count, sumsq))
-        heap.subtract(square_rows(m, "sum", total))
+        heap.subtract(square_rows(sign, magnitude))
         return heap
 
     def elaborate(self, platform):
@@ -158,7 +183,9 @@ class VariancePipeline(wiring.Component):
         for lane in range(self.lanes):
             kept = lane < self.keep
             x = self.data[lane]
-            squared.append(register(Mux(kept, x, 0)[:8], f"x_{lane}"))
+            m.submodules[f"square_{lane}"] = square = ElementSquare()
+            m.d.comb += square.x.eq(register(Mux(kept, x, 0)[:8], f"x_{lane}"))
+            squared.append([square.words[index] for index in range(square.WORDS)])
             biased.append(register(Mux(kept, Cat(x[:7], ~x[7]), 0), f"biased_{lane}"))
             inverted.append(register(Mux(kept, Cat(~x[:7], x[7]), 0), f"inverted_{lane}"))
         legal_keep = register((self.keep != 0) & (self.keep <= self.lanes), "legal_keep")
@@ -170,7 +197,7 @@ class VariancePipeline(wiring.Component):
             pair = tree.build(m, name, heap.words(), heap.width)
             return [register(word, f"{name}_word", cycles=front - tree.latency) for word in pair]
 
-        squares = summed("squares", self._square_tree, self._squares(m, squared))
+        squares = summed("squares", self._square_tree, self._squares(squared))
         sums = summed("biased", self._biased_tree, self._biased(biased))
         largest = self._largest(m, "largest", biased)
         smallest = self._largest(m, "smallest", inverted)
@@ -232,7 +259,9 @@ class VariancePipeline(wiring.Component):
         values = {name: register(value, name) for name, value in values.items()}
         valid = valid_after(done, 1)
         if self.nvar:
-            heap = self._nvar(m, values["count"], values["sumsq"], values["sum"])
+            magnitude = Signal(self.fields["sum"].width - 1, name="sum_magnitude")
+            m.d.comb += magnitude.eq(folded(values["sum"]))
+            heap = self._nvar(values["count"], values["sumsq"], values["sum"][-1], magnitude)
             words = self._nvar_tree.build(m, "nvar", heap.words(), heap.width)
             nvar = register(self._add(m, "add_nvar", words).as_unsigned(), "nvar")
             cycles = self._nvar_tree.latency + 1

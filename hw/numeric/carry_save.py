@@ -18,24 +18,18 @@ def product_rows(a: Value, b: Value) -> list[Row]:
     return [(Mux(bit, b, 0)[: len(b)], weight) for weight, bit in enumerate(a)]
 
 
-def square_rows(m: Module, name: str, x: Value) -> list[Row]:
-    """Rows whose sum is the square of a two's complement number.
+def folded(x: Value) -> Value:
+    """Magnitude of a two's complement number, for `square_rows`: complemented where it is negative, ``|x| - sign``."""
+    return Mux(x[-1], ~x[:-1], x[:-1])[: len(x) - 1]
 
-    Complemented where it is negative, x has the magnitude ``y = |x| - sign``, and its square is that of y and
-    ``sign * (1 + 2*y)``. Products of two different bits occur twice in a square, so that each is one bit of twice the
-    weight: half the bits of a product, and none of them negative.
 
-    Parameters
-    ----------
-    m : Module
-        Receives y.
-    name : str
-        Start of its name.
+def square_rows(sign: Value, y: Value) -> list[Row]:
+    """Rows whose sum is the square of a number of which sign and `folded` magnitude are given.
+
+    It is ``y**2 + sign * (1 + 2*y)``. Products of two different bits occur twice in a square, so that each is one bit
+    of twice the weight: half the bits of a product, and none of them negative.
     """
-    sign = x[-1]
-    y = Signal(len(x) - 1, name=f"{name}_magnitude")
-    m.d.comb += y.eq(Mux(sign, ~x[:-1], x[:-1]))
-    rows = [(Mux(sign, Cat(Const(1, 1), y), 0)[: len(x)], 0)]
+    rows = [(Mux(sign, Cat(Const(1, 1), y), 0)[: len(y) + 1], 0)]
     for i, bit in enumerate(y):
         above = y[i + 1 :]
         row = Cat(Const(1, 1), Const(0, 1), above) if len(above) else Const(1, 1)
