@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from kvant.hw.linear.parameters import LinearParameters, ceil_div, signed_width
+from kvant.hw.numeric.adders import AdderName
 from kvant.hw.parameters import ParameterError, Parameters
 
 TABLE_ENTRIES = 16
@@ -42,7 +43,7 @@ class CacheParameters(Parameters):
 
     group: int = LinearParameters.model_fields["group"]
     max_coefficient: int = LinearParameters.model_fields["max_coefficient"]
-    adder: Literal["plus", "kogge_stone"] = LinearParameters.model_fields["adder"]
+    adder: AdderName = LinearParameters.model_fields["adder"]
     lanes: int = Field(8, ge=1, le=256, description="Elements per cycle of the cache and attention blocks (P).")
     head_dim: int = Field(64, ge=1, le=1024, description="Elements of a key or value vector (head size).")
     heads: int = Field(

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvant.hw.numeric.adders import AdderName
 from kvant.hw.numeric.codes import MAGNITUDES, MAX_COEFFICIENT
 from kvant.hw.parameters import ParameterError, Parameters
 
@@ -50,9 +51,9 @@ class LinearParameters(Parameters):
         description="Lane arithmetic: shift and add in LUTs, both products from one packed 8x18 multiplication, or the "
         "latter on the registers of an ECP5 MULT18X18D.",
     )
-    adder: Literal["plus", "kogge_stone"] = Field(
+    adder: AdderName = Field(
         "plus",
-        description="Adders of the lanes and integer accumulators: the tool's own, or a Kogge-Stone prefix adder.",
+        description="Adders of the lanes and integer accumulators: the tool's own, or a prefix adder on this network.",
     )
     accumulators: int = Field(
         64, ge=1, le=1024, description="fp32 accumulators per column: tokens times interleaved tiles of one pass."

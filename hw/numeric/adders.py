@@ -1,10 +1,13 @@
 """Adders as a choice: lanes, adder trees and integer accumulators ask an adder strategy for their sums."""
 
+from typing import Literal
+
 from amaranth.hdl import Cat, Const, Module, Signal, Value, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.kogge_stone import KoggeStone
+from kvant.hw.numeric.prefix_adders import BrentKung, HanCarlson, PrefixAdder, RippleCarry, Sklansky
 from kvant.hw.parameters import ParameterError, check_integer
 
 
@@ -33,22 +36,43 @@ class Plus:
         return (Cat(Const(1, 1), a).as_signed() + Cat(carry, b).as_signed())[1 : width + 1].as_signed()
 
 
-class KoggeStoneAdder:
-    """A `KoggeStone` prefix adder for every sum; same interface as `Plus`."""
+class Prefix:
+    """A prefix adder for every sum; same interface as `Plus`.
+
+    Parameters
+    ----------
+    network : type
+        `PrefixAdder` with its network.
+    """
+
+    def __init__(self, network: type[PrefixAdder]):
+        self.network = network
 
     def add(self, m: Module, name: str, a: Value, b: Value, *, width: int, carry: Value | None = None) -> Value:
         """Sum of two signed values and a carry, as in `Plus.add`, from a submodule `name`."""
-        adder = KoggeStone(width)
+        adder = self.network(width)
         m.submodules[name] = adder
         m.d.comb += [adder.a.eq(a), adder.b.eq(b), adder.carry_in.eq(0 if carry is None else carry)]
         return adder.sum.as_signed()
 
 
-ADDERS = {"plus": Plus, "kogge_stone": KoggeStoneAdder}
-"""Adder strategies by the name that `LinearParameters.adder` gives them."""
+AdderName = Literal["plus", "kogge_stone", "ripple", "brent_kung", "sklansky", "han_carlson"]
+"""Legal values of a parameter `adder`."""
+
+NETWORKS: dict[str, type[PrefixAdder]] = {
+    "kogge_stone": KoggeStone,
+    "ripple": RippleCarry,
+    "brent_kung": BrentKung,
+    "sklansky": Sklansky,
+    "han_carlson": HanCarlson,
+}
+"""Prefix adders by name."""
+
+ADDERS: dict[str, Plus | Prefix] = {"plus": Plus(), **{name: Prefix(network) for name, network in NETWORKS.items()}}
+"""Adder strategies by the name that a parameter `adder` gives them."""
 
 
-def adder_strategy(name: str) -> Plus | KoggeStoneAdder:
+def adder_strategy(name: str) -> Plus | Prefix:
     """The strategy called *name*.
 
     Raises
@@ -58,7 +82,7 @@ def adder_strategy(name: str) -> Plus | KoggeStoneAdder:
     """
     if name not in ADDERS:
         raise ParameterError(f"adder = {name!r}: legal is one of {', '.join(map(repr, ADDERS))}")
-    return ADDERS[name]()
+    return ADDERS[name]
 
 
 class Term(data.StructLayout):
