@@ -4,6 +4,7 @@ Weights are read from a `Checkpoint` at their first use and kept. Layers can be 
 a large model holds one layer at a time.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -71,6 +72,12 @@ class Llama:
             if name not in checkpoint.tensors or tuple(value.shape) != checkpoint.tensors[name].shape:
                 raise ModelError(f"{name}: shape {tuple(value.shape)} replaces no tensor of {checkpoint.path.name}")
         self._frequencies = self.config.inverse_frequencies()
+
+    def attending(self, attention: Attention) -> "Llama":
+        """The same model, its weights shared, with another attention."""
+        other = copy.copy(self)
+        other.attention = attention
+        return other
 
     def weight(self, name: str) -> torch.Tensor:
         """Float32 values in use."""

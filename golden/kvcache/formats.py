@@ -1,0 +1,157 @@
+"""Cache formats by name: what `kvant eval` compares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvant.golden.errors import TensorError
+from kvant.golden.formats import baselines
+from kvant.golden.formats.base import GroupFormat
+from kvant.golden.kvcache.attention import CachedAttention, Exact, Footprint, Int8Head, MantHead, MantTime, Store
+from kvant.golden.kvcache.baselines import GroupedStore
+from kvant.golden.kvcache.calibration import KINDS, CacheTables
+from kvant.golden.kvcache.integer import IntegerAttention
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What all formats of a comparison have in common.
+
+    Parameters
+    ----------
+    group : int
+        G, and the tokens of a window along time.
+    sinks : int
+        First tokens, which stay INT8 (in fp32, fp16 and int8 caches they are nothing special).
+    prefill : int or None
+        Tokens of the first call, which fix the INT8 scales of caches along time beside their floors; None: all.
+    tables : CacheTables, optional
+        For the formats that need calibration.
+    """
+
+    group: int = 64
+    sinks: int = 4
+    prefill: int | None = 1
+    tables: CacheTables | None = None
+
+    def calibrated(self) -> CacheTables:
+        """The tables.
+
+        Raises
+        ------
+        TensorError
+            There are none, or they are of another group.
+        """
+        if self.tables is None:
+            raise TensorError("tables: missing; M-ANT caches need those of `kvant quantize --calibrate`")
+        if self.tables.group != self.group:
+            raise TensorError(f"group = {self.group}: the tables were fitted for {self.tables.group}")
+        return self.tables
+
+
+Pair = tuple[Store, Store]
+"""Stores of keys and of values."""
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """A way to cache keys and values.
+
+    Parameters
+    ----------
+    name : str
+    description : str
+    stores : callable
+        Makes the stores from the settings.
+    calibrated : bool
+        Needs tables.
+    integer : bool
+        Attention runs in the integer chain, else in float32 over the values that the cache holds.
+    """
+
+    name: str
+    description: str
+    stores: Callable[[CacheSettings], Pair]
+    calibrated: bool = False
+    integer: bool = False
+
+    def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention:
+        """The attention strategy of a model with this cache."""
+        keys, values = self.stores(settings)
+        return IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
+
+    def footprint(self, settings: CacheSettings, head_dim: int) -> tuple[Footprint, Footprint]:
+        """What keys and values take."""
+        keys, values = self.stores(settings)
+        return keys.footprint(head_dim), values.footprint(head_dim)
+
+
+def mant_store(settings: CacheSettings, kind: str) -> Store:
+    """The M-ANT store of a kind, see `kvant.golden.kvcache.calibration.KINDS`."""
+    tables, options = settings.calibrated(), KINDS[kind]
+    mean = tables.key_mean if options.rows == "keys" else None
+    if not options.along_time:
+        return MantHead(settings.group, tables.layers(kind), mean, settings.sinks)
+    return MantTime(
+        settings.group,
+        tables.layers(kind),
+        mean,
+        tables.key_floor if options.rows == "keys" else tables.value_floor,
+        settings.sinks,
+        options.offset,
+        options.shared_coefficient,
+        settings.prefill,
+    )
+
+
+def _mant(name: str, description: str, keys: str, values: str, *, integer: bool = False) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        return mant_store(settings, keys), mant_store(settings, values)
+
+    return CacheFormat(name, description, stores, calibrated=True, integer=integer)
+
+
+def _along_head(format_: GroupFormat) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        store = GroupedStore(format_, settings.group, False, Int8Head(settings.group), settings.sinks)
+        return store, store
+
+    return CacheFormat(format_.name, f"{format_.name}, groups along the head", stores)
+
+
+def _int4_time(settings: CacheSettings) -> Pair:
+    fresh = Int8Head(settings.group)
+    store = GroupedStore(baselines.INT4_ASYMMETRIC, settings.group, True, fresh, settings.sinks, settings.group)
+    return store, store
+
+
+def _kivi(settings: CacheSettings) -> Pair:
+    keys = _int4_time(settings)[0]
+    keys = replace(keys, fresh=Exact(16))
+    return keys, replace(keys, along_time=False)
+
+
+CACHE_FORMATS: dict[str, CacheFormat] = {
+    f.name: f
+    for f in (
+        CacheFormat("fp32", "nothing quantised", lambda _: (Exact(), Exact())),
+        CacheFormat("fp16", "keys and values in fp16", lambda _: (Exact(16), Exact(16))),
+        CacheFormat("int8", "INT8 groups along the head", lambda s: (Int8Head(s.group), Int8Head(s.group))),
+        *(
+            _along_head(format_)
+            for format_ in (
+                baselines.INT4,
+                baselines.INT4_ASYMMETRIC,
+                baselines.NF4,
+                baselines.MXFP4,
+                baselines.NVFP4,
+            )
+        ),
+        CacheFormat("int4_asymmetric_time", "asymmetric INT4 along time, window INT8", _int4_time),
+        CacheFormat("kivi", "asymmetric INT4, keys along time, values along the head, window fp16", _kivi),
+        _mant("mant_head", "M-ANT, keys along the head, values along time", "key_head", "value_time"),
+        _mant("mant_time", "M-ANT along time, keys with offset and one coefficient", "key_time", "value_time"),
+        _mant("mant_time_offset", "the same options for values too", "key_time", "value_time_offset"),
+        _mant("mant_time_integer", "mant_time in integers", "key_time", "value_time", integer=True),
+    )
+}
+"""All cache formats, the reference's own first."""
