@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvant.config import Config
     from kvant.sim.streams import Stimulus
 
-BLOCKS = {"linear": "kvant.linear:BLOCK", "variance": "kvant.variance:BLOCK"}
+BLOCKS = {"linear": "kvant.linear:BLOCK", "variance": "kvant.variance:BLOCK", "kcache": "kvant.kcache:BLOCK"}
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 
 
@@ -64,7 +64,8 @@ class Block(Protocol):
         """For the manifest, as JSON can hold it.
 
         ``latency``: cycles by name; ``throughput``: in words or numbers by name; ``streams``: of each stream the
-        order of its transfers in words; ``widths``: derived widths by name.
+        order of its transfers in words; ``widths``: derived widths by name; ``memory``: layout of what it stores, if
+        that is not the layout of weights.
         """
 
     def vectors(self, config: "Config", seed: int) -> Vectors:

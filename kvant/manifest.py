@@ -105,5 +105,5 @@ def make_manifest(design: "Design", block_name: str, block: "Block", config: "Co
             }
             for name, stream in design.streams.items()
         },
-        "memory": storage(config.linear.group),
+        "memory": facts.get("memory", storage(config.linear.group)),
     }

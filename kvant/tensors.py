@@ -21,10 +21,10 @@ class ArraySpec:
     ----------
     name : str
     dtype : str
-        NumPy name of the one legal dtype; ``"integer"`` for any integer type (scalars only).
+        NumPy name of the one legal dtype; ``"integer"`` for any integer type, ``"str"`` for text (scalars only).
     dims : tuple of str
-        A symbol a dimension, equal symbols have equal lengths in all arrays; ``"K/G"`` is ``ceil(K / G)``. Empty for
-        a 0-d array.
+        A symbol a dimension, equal symbols have equal lengths in all arrays; ``"K/G"`` is ``ceil(K / G)``, and
+        ``"C-1"``, one less than C, may be 0. The array with the plain symbol comes first. Empty for a 0-d array.
     required : bool
     """
 
@@ -141,8 +141,8 @@ def _wanted(spec: ArraySpec) -> str:
 
 
 def _check_one(spec: ArraySpec, array: np.ndarray, lengths: dict[str, int], group: int) -> None:
-    is_legal = array.dtype.kind in "iu" if spec.dtype == "integer" else array.dtype == np.dtype(spec.dtype)
-    if not is_legal:
+    kinds = {"integer": "iu", "str": "U"}.get(spec.dtype)
+    if not (array.dtype.kind in kinds if kinds else array.dtype == np.dtype(spec.dtype)):
         raise InputError(f"array {spec.name}: dtype {array.dtype}; legal is {_wanted(spec)}")
     if array.ndim != len(spec.dims):
         raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)}")
@@ -151,10 +151,13 @@ def _check_one(spec: ArraySpec, array: np.ndarray, lengths: dict[str, int], grou
             whole = lengths[symbol.removesuffix("/G")]
             expected = -(-whole // group)
             because = f"{symbol} = ceil({whole} / {group}) = {expected}"
+        elif symbol.endswith("-1"):
+            expected = lengths[symbol.removesuffix("-1")] - 1
+            because = f"{symbol} = {expected}"
         else:
             expected = lengths.setdefault(symbol, length)
             because = f"{symbol} = {expected}"
-        if length < 1:
+        if length < 1 and not symbol.endswith("-1"):
             raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)}, no length of zero")
         if length != expected:
             raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)} with {because}")

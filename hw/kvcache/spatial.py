@@ -417,15 +417,16 @@ class SpatialCache(wiring.Component):
         self._packer = BlockPacker(p, p.group * p.row_groups)
         self.word_bits = self._packer.word_bits
         self.layout = self._packer.layout
-        tail_transfers = p.row_transfers - (p.row_groups - 1) * p.group_transfers
+        # A row's last group is no faster than a full one before it.
+        beats = min(p.group_transfers, p.row_transfers)
         self.latency = (
             1  # the port
             + (self._means.latency if self._means else 0)
             + self._quantizer.latency
-            + tail_transfers
+            + beats
             - 1
             + self._grids.latency
-            + tail_transfers
+            + beats
             - 1
             + self._coder.latency
         )

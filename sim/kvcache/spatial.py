@@ -213,17 +213,29 @@ def collect(p: CacheParameters, trace: Trace, tokens: int) -> dict[str, np.ndarr
     return arrays | {name: np.array(value, np.int64) for name, value in numbers.items()}
 
 
-def expected(p: CacheParameters, rows: Sequence[Placed], arrays: Mapping[str, np.ndarray], *, word_bits: int):
-    """Transfers of the output streams for rows of one head with these results: the inverse of `collect`."""
+def expected(
+    p: CacheParameters, rows: Sequence[Placed], arrays: Mapping[str, np.ndarray], *, word_bits: int
+) -> dict[str, dict[str, list[int]]]:
+    """Transfers of the output streams: the inverse of `collect`.
+
+    Parameters
+    ----------
+    p : CacheParameters
+    rows : sequence of Placed
+        Of any heads.
+    arrays : dict
+        ``codes`` u8 [T, d], ``scale`` f16, ``coeff`` u8 [T, d/G] of all rows in their order; ``sink`` i8 [n, d],
+        ``sink_scale`` f16 [n, d/G] of those of them that are sinks.
+    word_bits : int
+        Of `SpatialCache`.
+    """
     writes = writes_of(p, rows, arrays["codes"], arrays["scale"], arrays["coeff"], word_bits=word_bits)
-    count = len(arrays["sink"])
-    fill = -p.head_dim % p.lanes
-    words = np.pad(arrays["sink"], ((0, 0), (0, fill))).reshape(-1, p.lanes)
-    scales = np.ascontiguousarray(arrays["sink_scale"]).view(np.uint16)
-    scales = np.repeat(scales, p.group_transfers, axis=1)[:, : p.row_transfers].reshape(-1)
+    heads = np.array([placed.row.head for placed in rows if placed.sink], np.int64)
+    words = np.pad(arrays["sink"], ((0, 0), (0, -p.head_dim % p.lanes))).reshape(-1, p.lanes)
+    scales = np.ascontiguousarray(arrays["sink_scale"]).view(np.uint16).astype(np.int64) | heads[:, None] << 16
     sink = {
-        "data": pack_words(words, 8) if count else [],
-        "user": scales.tolist(),
-        "last": ([0] * (p.row_transfers - 1) + [1]) * count,
+        "data": pack_words(words, 8) if len(words) else [],
+        "user": np.repeat(scales, p.group_transfers, axis=1)[:, : p.row_transfers].reshape(-1).tolist(),
+        "last": ([0] * (p.row_transfers - 1) + [1]) * len(heads),
     }
     return {"codes": writes.codes, "meta": writes.meta, "sink": sink}
