@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from kvant.config import Config
     from kvant.sim.streams import Stimulus
 
-BLOCKS = {"linear": "kvant.linear:BLOCK", "variance": "kvant.variance:BLOCK", "kcache": "kvant.kcache:BLOCK"}
+BLOCKS = {
+    "linear": "kvant.linear:BLOCK",
+    "variance": "kvant.variance:BLOCK",
+    "kcache": "kvant.kcache:BLOCK",
+    "vcache": "kvant.vcache:BLOCK",
+}
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 
 

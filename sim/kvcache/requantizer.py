@@ -9,7 +9,9 @@ from kvant.hw.kvcache.layouts import PageAddress, Table
 from kvant.hw.kvcache.page import PageLayout
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.kvcache.requantizer import Requantizer
+from kvant.hw.numeric.codes import CODE_BITS
 from kvant.sim.errors import SimulationError
+from kvant.sim.kvcache.page_writes import StoredGroup, page_writes
 from kvant.sim.kvcache.pages import Page, PageMemory
 from kvant.sim.kvcache.tables import channel_writes, choice_writes
 from kvant.sim.simulate import simulate
@@ -18,6 +20,8 @@ from kvant.sim.words import pack_words, unpack_words
 
 STATUS = ("nonfinite", "error", "full", "saturated", "stall_cycles", "busy_cycles")
 """Plain outputs that every simulation reads at its end."""
+
+FP16_BITS = 16
 
 START, SCAN, HEAD_AT = 1, 2, 2
 """Bits of a row's ``user``, and the place of its head there."""
@@ -58,26 +62,18 @@ def row_transfers(p: CacheParameters, rows: Iterable[Row]) -> dict[str, list[int
     return {"data": data, "user": user}
 
 
-def table_writes(
-    p: CacheParameters,
-    coefficients: Sequence[int],
-    thresholds: Sequence[int],
-    *,
-    floor: np.ndarray | None = None,
-    mean: np.ndarray | None = None,
-    heads: Iterable[int] | None = None,
-) -> list[int]:
-    """Transfers of the table port that load the tables of *heads* (all, if not given).
+def table_writes(p: CacheParameters, arrays: Mapping[str, np.ndarray], *, heads: Iterable[int]) -> list[int]:
+    """Transfers of the table port that give *heads* the tables among *arrays*.
 
-    Floors f16 [d] are 0 if not given; a mean f16 [d] only fits a cache that is built to take one out.
+    ``coeffs``, ``thresholds``; floors f16 [d] are 0 if not given; ``mean`` f16 [d] where the cache takes one out.
     """
-    zeros = np.zeros(p.head_dim, np.float16)
+    floor = arrays.get("floor", np.zeros(p.head_dim, np.float16))
     writes = []
-    for head in range(p.heads) if heads is None else heads:
-        writes += choice_writes(head, coefficients, thresholds)
-        writes += channel_writes(Table.FLOOR, head, zeros if floor is None else floor)
+    for head in heads:
+        writes += choice_writes(head, arrays["coeffs"], arrays["thresholds"])
+        writes += channel_writes(Table.FLOOR, head, floor)
         if p.centred:
-            writes += channel_writes(Table.MEAN, head, zeros if mean is None else mean)
+            writes += channel_writes(Table.MEAN, head, arrays["mean"])
     return writes
 
 
@@ -100,7 +96,7 @@ class Window:
 def window_writes(p: CacheParameters, windows: int) -> dict[str, int]:
     """Transfers of the page ports that *windows* windows take."""
     layout = PageLayout(p, p.head_dim)
-    word_bits = max(p.port_bits, 4 * p.lanes)
+    word_bits = max(p.port_bits, CODE_BITS * p.lanes)
     return {
         "codes": windows * p.head_dim * layout.code_words(word_bits),
         "meta": windows * (layout.blocks * layout.block_meta_words + 1),
@@ -185,25 +181,98 @@ def peek_requests(requests: Iterable[tuple[int, int]]) -> dict[str, list[int]]:
     return {"data": [row | head << 16 for head, row in requests]}
 
 
+def rows_stimulus(
+    p: CacheParameters,
+    rows: Sequence[Row],
+    tables: Sequence[int],
+    *,
+    windows: int,
+    sinks: int,
+    peeks: Sequence[tuple[int, int]] = (),
+) -> Stimulus:
+    """Tables, then rows, then requests for staged rows (head, row); *windows* and *sinks* (rows) come out."""
+    transfers = row_transfers(p, rows)
+    return Stimulus(
+        inputs={"cfg": {"data": tables}, "v": transfers, "peek": peek_requests(peeks)},
+        expect={
+            "sink": sinks * p.row_transfers,
+            "staged": len(peeks) * p.row_transfers,
+            **window_writes(p, windows),
+        },
+        status=STATUS,
+        after={"v": ("cfg", len(tables)), "peek": ("v", len(transfers["data"]))},
+    )
+
+
 def stimulus(p: CacheParameters, arrays: Mapping[str, np.ndarray]) -> Stimulus:
     """One sequence: tables, rows, and the reading of the open window once they are taken."""
     v, prefill = arrays["v"], int(arrays["calls"][0])
-    rows = row_transfers(p, sequence_rows(v, prefill))
-    tables = table_writes(
-        p, arrays["coeffs"].tolist(), arrays["thresholds"].tolist(), floor=arrays.get("floor"), mean=arrays.get("mean")
+    tables = table_writes(p, arrays, heads=[0])
+    staged = max(1, len(v) % p.group)  # the scales come along with a row, of an empty window too
+    return rows_stimulus(
+        p,
+        sequence_rows(v, prefill),
+        tables,
+        windows=len(v) // p.group,
+        sinks=min(p.sinks, len(v)),
+        peeks=[(0, row) for row in range(staged)],
     )
-    staged = max(1, len(v) % p.group)  # the scales come along with a row, in an empty window too
-    transfers = p.row_transfers
-    return Stimulus(
-        inputs={"cfg": {"data": tables}, "v": rows, "peek": peek_requests((0, row) for row in range(staged))},
-        expect={
-            "sink": min(p.sinks, len(v)) * transfers,
-            "staged": staged * transfers,
-            **window_writes(p, len(v) // p.group),
-        },
-        status=STATUS,
-        after={"v": ("cfg", len(tables)), "peek": ("v", len(rows["data"]))},
-    )
+
+
+def expected(p: CacheParameters, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, dict[str, list[int]]]:
+    """The transfers of the output streams for sequences of equal length, one a head, whose rows take turns.
+
+    Parameters
+    ----------
+    p : CacheParameters
+    results : sequence of dict
+        Of every head the tensors that `run` gives. The rows of open windows are asked for head by head.
+    """
+    layout = PageLayout(p, p.head_dim)
+    word_bits = max(p.port_bits, CODE_BITS * p.lanes)
+    groups = []
+    for number in range(len(results[0]["scale"])):
+        for head, result in enumerate(results):
+            codes = result["codes"][number * p.group : (number + 1) * p.group]
+            scale = result["scale"][number].view(np.uint16)
+            coefficient = np.broadcast_to(result["coeff"][number], p.head_dim)
+            for channel in range(p.head_dim):
+                groups.append(
+                    StoredGroup(
+                        codes=codes[:, channel],
+                        scale=int(scale[channel]),
+                        coefficient=int(coefficient[channel]),
+                        page=number % p.windows,
+                        head=head,
+                        timestamp=number * p.group,
+                        place=channel,
+                        page_end=channel == p.head_dim - 1,
+                        flush=False,
+                        offset=int(result["offset"][number, channel]),
+                    )
+                )
+    writes = page_writes(layout, word_bits, groups)
+    ends = [0] * (p.row_transfers - 1) + [1]
+    sink: dict[str, list[int]] = {"data": [], "user": [], "last": []}
+    for row in range(len(results[0]["sink"])):
+        for head, result in enumerate(results):
+            sink["data"] += pack_words(_lanes(p, result["sink"][row]), 8)
+            scales = np.repeat(result["sink_scale"][row].view(np.uint16), p.group_transfers)[: p.row_transfers]
+            sink["user"] += [int(scale) | head << FP16_BITS for scale in scales]
+            sink["last"] += ends
+    staged: dict[str, list[int]] = {"data": [], "user": [], "last": []}
+    for result in results:
+        scales = pack_words(_lanes(p, result["staged_scale"].view(np.uint16)), FP16_BITS)
+        for row in result["staged"]:
+            staged["data"] += pack_words(_lanes(p, row), 8)
+            staged["user"] += scales
+            staged["last"] += ends
+    return {"codes": writes.codes, "meta": writes.meta, "sink": sink, "staged": staged}
+
+
+def _lanes(p: CacheParameters, row: np.ndarray) -> np.ndarray:
+    """A row [d] as its transfers [row_transfers, lanes], 0 in surplus lanes."""
+    return np.pad(row, (0, p.row_transfers * p.lanes - p.head_dim)).reshape(-1, p.lanes)
 
 
 def play(
