@@ -147,7 +147,7 @@ class Flow:
             If Yosys stops.
         """
         design = self.design
-        rtlil = without_collision_logic(design.rtlil)
+        rtlil = unambiguous_names(without_collision_logic(design.rtlil))
         if design.device.family == "ecp5":
             synth = "synth_ecp5 -top top"
             if not self.dsp:
@@ -316,6 +316,18 @@ def without_collision_logic(rtlil: str) -> str:
         return _READ_PORT.sub(in_port, module[0])
 
     return _MODULE.sub(in_module, rtlil)
+
+
+_IDENTIFIER = re.compile(r'\\[^\s"]+')
+
+
+def unambiguous_names(rtlil: str) -> str:
+    """Names of elements of arrays with a point in place of brackets: ``x.0``, not ``x[0]``.
+
+    Technology mapping hands signals to ABC bit by bit, under names like ``x[0]``. A signal of several bits that is
+    itself called so, as an element of the array ``x`` is, stops it (an assertion, or no message at all).
+    """
+    return _IDENTIFIER.sub(lambda name: re.sub(r"\[(\d+)\]", r".\1", name[0]), rtlil)
 
 
 _UTILISATION = re.compile(r"^Info:\s+(\w+):\s*(\d+)/\s*(\d+)\s+\d+%", re.MULTILINE)

