@@ -18,12 +18,22 @@ from kvant.golden.kvcache.choice import (
     THRESHOLD_LIMIT,
     GroupStatistics,
     Tables,
+    choose,
+    choose_shared,
     group_statistics,
 )
 from kvant.golden.kvcache.rows import centred, check_sinks
 from kvant.golden.kvcache.temporal import stage_rows
 from kvant.golden.linear.threads import independent_threads
-from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, LINEAR, TABLE_SIZE, level_table
+from kvant.golden.numeric.codes import (
+    LARGEST_COEFFICIENT,
+    LINEAR,
+    TABLE_SIZE,
+    decode,
+    encode_int8,
+    level_table,
+    requantized_scale,
+)
 from kvant.golden.numeric.int8 import int8_groups
 from kvant.golden.numeric.rounding import FP16_MAX, fp16
 from kvant.golden.numeric.tensors import check_group, to_groups
@@ -420,3 +430,63 @@ class CacheCalibrator:
             for name, layers in self._tables.items()
         }
         return CacheTables(self._group, self._sinks, **stacked, tables=tables)
+
+
+def candidate_errors(
+    rows: torch.Tensor,
+    kind: Kind,
+    *,
+    group: int,
+    mean: torch.Tensor | None = None,
+    floor: torch.Tensor | None = None,
+    sinks: int = 0,
+    candidates: Sequence[int] = ALL_COEFFICIENTS,
+) -> tuple[GroupStatistics, torch.Tensor]:
+    """What each coefficient would cost each group, quantised exactly as the cache does it.
+
+    Parameters
+    ----------
+    rows : f16 [H, T, d]
+    kind : Kind
+    group, mean, floor, sinks
+        As in `groups_of_head` and `groups_of_time`.
+    candidates : sequence of int
+        A coefficients.
+
+    Returns
+    -------
+    statistics : GroupStatistics
+        Of groups [H, T - sinks, d/G] or [H, W, d].
+    errors : f64 [..., A]
+        Squared error against the (centred) fp16 rows, or with `shared_coefficient` its sum over the channels of a
+        window, [H, W, A]. The places of sinks count nothing.
+    """
+    x = centred(rows, None if mean is None else mean[:, None]).float()
+    if kind.along_time:
+        found = groups_of_time(rows, group=group, mean=mean, floor=floor, sinks=sinks, offset=kind.offset)
+        exact = x[:, : x.shape[1] // group * group].unflatten(1, (-1, group)).transpose(-1, -2)
+        counts = (torch.arange(exact.shape[1] * group) >= sinks).view(-1, 1, group)
+    else:
+        found = groups_of_head(rows, group=group, mean=mean, sinks=sinks)
+        exact = to_groups(x, group)[:, sinks:, : found.q.shape[-2], : found.q.shape[-1]]
+        counts = torch.ones(1, dtype=torch.bool)
+    statistics, scale8 = found.statistics, found.weight.sqrt()  # weights are squares of fp16 numbers: exact
+    exact = (exact - (scale8 * statistics.offset)[..., None]).masked_fill(~counts, 0)
+    errors = []
+    for a in candidates:
+        scale = requantized_scale(scale8, statistics.peak, a)
+        codes = encode_int8(found.q, statistics.peak.to(torch.int16), a).masked_fill_((scale == 0)[..., None], 0)
+        error = (decode(codes, a) * scale.float()[..., None]).masked_fill_(~counts, 0) - exact
+        errors.append(error.square().sum((-1, -2) if kind.shared_coefficient else -1, dtype=torch.float64))
+    return statistics, torch.stack(errors, dim=-1)
+
+
+def choice_error(
+    statistics: GroupStatistics, errors: torch.Tensor, kind: Kind, tables: Tables, candidates: Sequence[int]
+) -> tuple[float, float]:
+    """Squared error at the coefficients that *tables* choose, all among the candidates, and the least possible one."""
+    coefficient = choose_shared(statistics, tables)[..., 0] if kind.shared_coefficient else choose(statistics, tables)
+    place = torch.zeros(256, dtype=torch.long)
+    place[torch.tensor(candidates)] = torch.arange(len(candidates))
+    chosen = errors.gather(-1, place[coefficient.long()][..., None])
+    return float(chosen.sum()), float(errors.amin(-1).sum())
