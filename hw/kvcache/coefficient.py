@@ -305,18 +305,26 @@ class CoefficientChoice(wiring.Component):
         ]
         item = self.i.payload
         reach = Signal((p.group * p.peak_limit).bit_length(), reset_less=True)
-        waiting = Signal(first.i.shape(), reset_less=True)
-        early = Signal(first.i.shape(), reset_less=True)
+        limit = Signal(len(first.i.limit), reset_less=True)
+        moments = [Signal(len(item.moment), name=f"moment_{k}", reset_less=True) for k in range(2)]
+        heads = [Signal(8, name=f"head_{k}", reset_less=True) for k in range(2)]
         with m.If(advance):
             m.d.sync += [
                 valids.eq(Cat(take, valids)),
                 reach.eq(times_count(item.peak, item.count, self.counts)),
-                early.moment.eq(item.moment),
-                early.head.eq(item.head),
-                waiting.eq(early),
-                waiting.limit.eq((reach * reach)[: len(waiting.limit)]),
+                limit.eq(reach * reach),
+                moments[0].eq(item.moment),
+                moments[1].eq(moments[0]),
+                heads[0].eq(item.head),
+                heads[1].eq(heads[0]),
             ]
-        m.d.comb += [first.i.eq(waiting), first.i.valid.eq(valids[1]), first.i.index.eq(0)]
+        m.d.comb += [
+            first.i.valid.eq(valids[1]),
+            first.i.index.eq(0),
+            first.i.limit.eq(limit),
+            first.i.moment.eq(moments[1]),
+            first.i.head.eq(heads[1]),
+        ]
 
         # All rings have one length and as many rounds: where a group leaves one, the next has a free slot.
         for search, following in itertools.pairwise(searches):

@@ -202,13 +202,11 @@ class KeyControl(wiring.Component):
             after.row.eq(now.row + 1),
             after.last_of_page.eq(now.row == p.group - 2),
             after.sinks.eq(now.sinks + sink),
-            after.slot.eq(now.slot),
-            after.last_slot.eq(now.last_slot),
+            after.slot.eq(Mux(now.last_of_page, next_slot, now.slot)),
+            after.last_slot.eq(Mux(now.last_of_page, next_slot == p.windows - 1, now.last_slot)),
             after.number.eq(now.number + now.last_of_page),
             write.addr.eq(head),
             write.data.eq(after),
             write.en.eq(self.take & legal),
         ]
-        with m.If(now.last_of_page):
-            m.d.comb += [after.slot.eq(next_slot), after.last_slot.eq(next_slot == p.windows - 1)]
         return m

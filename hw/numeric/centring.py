@@ -63,13 +63,13 @@ class CentringLane(wiring.Component):
         swap = Signal()
         m.d.comb += swap.eq(x[:15] < mean[:15])
         x_magnitude, mean_magnitude = unpack(x[:15]), unpack(mean[:15])
-        large = register(Mux(swap, mean_magnitude.as_value(), x_magnitude.as_value()), "large")
+        mantissa = register(Mux(swap, mean_magnitude.mantissa, x_magnitude.mantissa), "large_mantissa")
         small = register(Mux(swap, x_magnitude.mantissa, mean_magnitude.mantissa), "small")
         exponents = x_magnitude.exponent, mean_magnitude.exponent
+        exponent = register(Mux(swap, exponents[1], exponents[0]), "large_exponent")
         distance = register(Mux(swap, exponents[1] - exponents[0], exponents[0] - exponents[1])[:5], "distance")
         sign = register(Mux(swap, mean[15], x[15]), "sign")
         subtract = register(x[15] ^ mean[15], "subtract")
-        mantissa, exponent = large[:FP16_MANTISSA], large[FP16_MANTISSA:]
 
         # Cycle 2: the smaller one aligned, and what falls off gathered in its last bit. A shift by 14 or more leaves
         # only that one.
