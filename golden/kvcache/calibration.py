@@ -55,7 +55,10 @@ FLOOR_MARGIN = 1.0
 """What the quantile is multiplied with."""
 
 BINS = 512
-"""Bins of the statistic, of about equal population."""
+"""Most bins of the statistic, of about equal population."""
+
+LEAST_POPULATION = 16
+"""Fewest statistics in a bin: with few groups, the error of finer bins is noise."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +314,7 @@ def fit_kind(
     values = torch.cat([value.reshape(-1) for value in chosen_by])
     if not values.numel():
         return [LINEAR] * TABLE_SIZE, [THRESHOLD_LIMIT] * (TABLE_SIZE - 1)
-    histogram = Histogram(bin_edges(values, BINS))
+    histogram = Histogram(bin_edges(values, min(BINS, -(-values.numel() // LEAST_POPULATION))))
     for part, value in zip(groups, counted, strict=True):
         histogram.add(part, value)
     return fit_table(histogram.edges, histogram.errors(candidates), candidates)
