@@ -7,7 +7,7 @@ from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.kogge_stone import KoggeStone
-from kvant.hw.numeric.prefix_adders import BrentKung, HanCarlson, PrefixAdder, RippleCarry, Sklansky
+from kvant.hw.numeric.prefix_adders import MAX_WIDTH, BrentKung, HanCarlson, PrefixAdder, RippleCarry, Sklansky
 from kvant.hw.parameters import ParameterError, check_integer
 
 
@@ -83,6 +83,42 @@ def adder_strategy(name: str) -> Plus | Prefix:
     if name not in ADDERS:
         raise ParameterError(f"adder = {name!r}: legal is one of {', '.join(map(repr, ADDERS))}")
     return ADDERS[name]
+
+
+class StrategyAdder(wiring.Component):
+    """A strategy's sum as a component of its own, combinational: what is measured when strategies are compared.
+
+    Parameters
+    ----------
+    width : int
+        Bits of operands and sum, 1 to 1024.
+    adder : str
+        A key of `ADDERS`.
+
+    Members
+    -------
+    a, b : In(width)
+    carry_in : In(1)
+    sum : Out(width)
+        ``(a + b + carry_in) mod 2**width``.
+
+    Raises
+    ------
+    ParameterError
+        For another width or an adder that does not exist.
+    """
+
+    def __init__(self, width: int, adder: str):
+        self.width = check_integer("width", width, 1, MAX_WIDTH)
+        self.adder = adder
+        self._strategy = adder_strategy(adder)
+        super().__init__({"a": In(width), "b": In(width), "carry_in": In(1), "sum": Out(width)})
+
+    def elaborate(self, platform):
+        m = Module()
+        a, b = self.a.as_signed(), self.b.as_signed()
+        m.d.comb += self.sum.eq(self._strategy.add(m, "adder", a, b, width=self.width, carry=self.carry_in))
+        return m
 
 
 class Term(data.StructLayout):

@@ -15,7 +15,7 @@ from verilog_checks import lint, yosys
 from kvant.hw.emit import emit
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.numeric.adders import ADDERS, NETWORKS, AdderName, adder_strategy
+from kvant.hw.numeric.adders import ADDERS, NETWORKS, AdderName, StrategyAdder, adder_strategy
 from kvant.hw.numeric.kogge_stone import KoggeStone
 from kvant.hw.numeric.prefix_adders import BrentKung, HanCarlson, RippleCarry, Sklansky
 from kvant.hw.parameters import ParameterError
@@ -156,6 +156,23 @@ def test_a_strategy_extends_signs_and_cuts_to_its_width(name):
             for port, value in ((dut.a, a), (dut.b, b), (dut.carry, carry)):
                 ctx.set(port, value)
             assert (ctx.get(dut.plain), ctx.get(dut.carried)) == (a + b & 511, a + b + carry & 63)
+            await ctx.delay(1e-9)
+
+    simulator = Simulator(dut)
+    simulator.add_testbench(bench)
+    simulator.run()
+
+
+@pytest.mark.parametrize("name", ADDERS)
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_strategy_as_a_component_adds(name, width):
+    dut = StrategyAdder(width, name)
+
+    async def bench(ctx):
+        for a, b, carry in itertools.product(range(1 << width), range(1 << width), range(2)):
+            for port, value in ((dut.a, a), (dut.b, b), (dut.carry_in, carry)):
+                ctx.set(port, value)
+            assert ctx.get(dut.sum) == (a + b + carry) % (1 << width)
             await ctx.delay(1e-9)
 
     simulator = Simulator(dut)
