@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,9 @@ def _last_lines(log: Path, count: int = 3) -> str:
 def _build(verilog: str, top: str, simulator: str, waves: bool) -> Path:
     """Folder of the built model, from the cache where it holds one."""
     arguments = _verilator_arguments(waves) if simulator == "verilator" else []
-    key = [toolchain.version(simulator), toolchain.check_cocotb(), top, repr((arguments, waves)), verilog]
+    version = toolchain.check_cocotb()
+    libraries = str(find_spec("cocotb").origin)  # a model finds cocotb's libraries where they were when it was built
+    key = [toolchain.version(simulator), version, libraries, top, repr((arguments, waves)), verilog]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:24]
     final = toolchain.cache_folder() / "builds" / f"{top}-{simulator}-{digest}"
     if final.exists():

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -385,3 +386,15 @@ def test_a_stream_cannot_be_held_by_one_that_does_not_exist():
     stimulus = Stimulus(inputs={"first": {"data": [1]}}, after={"first": ("third", 1)})
     with pytest.raises(ParameterError, match=r"'third'.*first, second, o"):
         simulate(Merge, "merge", stimulus, simulator="amaranth")
+
+
+def test_a_model_is_built_anew_for_another_installation_of_cocotb(monkeypatch, tmp_path):
+    stimulus, expected = packets(3, seed=9)
+    monkeypatch.setattr(toolchain, "cache_folder", lambda: tmp_path)
+    builds = []
+    for origin in ("here", "there", "here"):
+        monkeypatch.setattr("kvant.sim.simulate.find_spec", lambda _, origin=origin: SimpleNamespace(origin=origin))
+        trace = simulate(lambda: Accumulator(LANES), "accumulator", stimulus, simulator="icarus")
+        assert trace.transfers["y"] == expected
+        builds.append(len(list((tmp_path / "builds").iterdir())))
+    assert builds == [1, 2, 2]
