@@ -22,9 +22,10 @@ STATUS = ("nonfinite", "error", "full", "saturated", "stall_cycles", "busy_cycle
 """Plain outputs that every simulation reads at its end."""
 
 FP16_BITS = 16
+FP16_NAN = 0x7FFF
 
-START, SCAN, HEAD_AT = 1, 2, 2
-"""Bits of a row's ``user``, and the place of its head there."""
+START, SCAN, HEAD_AT, HEAD_BITS = 1, 2, 2, 8
+"""Bits of a row's ``user``, and place and width of its head there."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,14 @@ def sequence_rows(v: np.ndarray, prefill: int, head: int = 0) -> list[Row]:
 
 
 def row_transfers(p: CacheParameters, rows: Iterable[Row]) -> dict[str, list[int]]:
-    """Fields of the port's transfers."""
+    """Fields of the port's transfers. Surplus lanes, and `user` after the first transfer, hold what must not count."""
     data, user = [], []
     for row in rows:
-        elements = np.zeros(p.row_transfers * p.lanes, np.uint16)
+        elements = np.full(p.row_transfers * p.lanes, FP16_NAN, np.uint16)
         elements[: p.head_dim] = np.ascontiguousarray(row.elements).view(np.uint16)
-        data += pack_words(elements.reshape(-1, p.lanes), 16)
-        user += [START * row.start | SCAN * row.scan | row.head << HEAD_AT] * p.row_transfers
+        data += pack_words(elements.reshape(-1, p.lanes), FP16_BITS)
+        first = START * row.start | SCAN * row.scan | row.head << HEAD_AT
+        user += [first, *[first ^ (1 << HEAD_AT + HEAD_BITS) - 1] * (p.row_transfers - 1)]
     return {"data": data, "user": user}
 
 
