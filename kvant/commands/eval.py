@@ -81,7 +81,10 @@ def evaluate(
     tables: Annotated[
         Path | None, typer.Option(help="Tables of the caches, from `kvant quantize --calibrate`.")
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window of the text.")] = WINDOW,
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a window.", show_default=f"{WINDOW}, or the model's context"),
+    ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens between the begins of windows.", show_default="a window")
     ] = None,
@@ -101,6 +104,7 @@ def evaluate(
     sinks: Annotated[
         int | None, typer.Option(min=0, help="First tokens that stay INT8.", show_default="as in the tables, or 4")
     ] = None,
+    recent: Annotated[int, typer.Option(min=0, help="Newest tokens that product-quantised caches keep INT8.")] = 64,
     prefill: Annotated[
         int, typer.Option(min=0, help="Tokens of the first call, which fix INT8 scales; 0: all of a window.")
     ] = 1,
@@ -120,7 +124,10 @@ def evaluate(
 
     if formats == "list":
         for name, format_ in CACHE_FORMATS.items():
-            typer.echo(f"{name:22}{format_.description}{' (needs --tables)' if format_.calibrated else ''}")
+            needs = " (needs --tables)" if format_.calibrated else ""
+            if format_.codebooks:
+                needs = f" (needs --tables with codebooks {','.join(format_.codebooks)})"
+            typer.echo(f"{name:22}{format_.description}{needs}")
         return
     _check_output(output)
     if (text is None) == (token_windows is None):
@@ -128,16 +135,20 @@ def evaluate(
     checkpoint = open_model(model)
     found = _packed(tables, checkpoint, "--tables")
     cache = None if found is None else found.cache
-    if found is not None and cache is None:
+    codebooks = None if found is None else found.codebooks
+    if found is not None and cache is None and codebooks is None:
         raise InputError(f"--tables {tables}: holds no tables of caches; `kvant quantize --calibrate TEXT` fits them")
     settings = CacheSettings(
         group=group or (cache.group if cache else CacheSettings.group),
-        sinks=sinks if sinks is not None else (cache.sinks if cache else CacheSettings.sinks),
+        sinks=sinks if sinks is not None else getattr(cache or codebooks, "sinks", CacheSettings.sinks),
         prefill=prefill or None,
         tables=cache,
+        recent=recent,
+        codebooks=codebooks,
     )
     names = _format_names(formats, settings)
-    pieces = _windows(checkpoint, text, token_windows, window, stride, bos)[:windows]
+    length = window or min(WINDOW, checkpoint.config.context)
+    pieces = _windows(checkpoint, text, token_windows, length, stride, bos)[:windows]
     longest = max(len(piece.tokens) for piece in pieces)
     if longest > checkpoint.config.context:
         raise InputError(f"window of {longest} tokens: legal is up to {checkpoint.config.context}, the model's context")
@@ -148,7 +159,8 @@ def evaluate(
         f"{sum(piece.counted for piece in pieces)} tokens counted, float32"
     )
     first_call = "all of a window" if settings.prefill is None else f"{settings.prefill} token(s)"
-    typer.echo(f"caches: groups of {settings.group}, {settings.sinks} sinks, first call {first_call}")
+    window_kept = f", product-quantised ones with {recent} recent" if any(_codebooks_of(names)) else ""
+    typer.echo(f"caches: groups of {settings.group}, {settings.sinks} sinks, first call {first_call}{window_kept}")
     if found is not None:
         typer.echo(_described_tables(tables, found, longest))
     losses = _losses(checkpoint, pieces, names, settings, quantised, output)
@@ -183,17 +195,37 @@ def _packed(path: Path | None, checkpoint: "Checkpoint", option: str) -> "packed
 
 
 def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:
+    from kvant.golden.errors import TensorError
     from kvant.golden.kvcache.formats import CACHE_FORMATS
 
     if formats is None:
-        return [*DEFAULT_FORMATS, *(CALIBRATED_FORMATS if settings.tables else ())]
+        trained = settings.codebooks.books if settings.codebooks else {}
+        coded = [
+            name for name, f in CACHE_FORMATS.items() if f.codebooks and all(kind in trained for kind in f.codebooks)
+        ]
+        return [*DEFAULT_FORMATS, *(CALIBRATED_FORMATS if settings.tables else ()), *coded]
     names = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in names:
         if name not in CACHE_FORMATS:
             raise InputError(f"--formats {name!r}: legal are {', '.join(CACHE_FORMATS)}")
         if CACHE_FORMATS[name].calibrated and settings.tables is None:
             raise InputError(f"--formats {name}: needs --tables; `kvant quantize MODEL --calibrate TEXT` fits them")
+        if kinds := CACHE_FORMATS[name].codebooks:
+            try:
+                settings.trained(kinds)
+            except TensorError as error:
+                raise InputError(
+                    f"--formats {name}: needs --tables with codebooks {','.join(kinds)} ({error}); "
+                    "`kvant quantize MODEL --calibrate TEXT --codebooks KINDS` trains them"
+                ) from None
     return names
+
+
+def _codebooks_of(names: Sequence[str]) -> list[str]:
+    """Kinds of codebooks that formats need."""
+    from kvant.golden.kvcache.formats import CACHE_FORMATS
+
+    return [kind for name in names for kind in CACHE_FORMATS[name].codebooks]
 
 
 def _windows(
@@ -306,6 +338,10 @@ def _job(checkpoint, pieces, names, settings: "CacheSettings", quantised) -> str
             state.update(tables.statistic.encode())
             vectors += [tables.coefficients, tables.thresholds]
         for vector in vectors:
+            state.update(vector.contiguous().numpy().tobytes())
+    if (books := settings.codebooks) is not None:
+        state.update(f"{settings.recent} {books.sinks} {sorted(books.books)}".encode())
+        for vector in (books.key_mean, *(p for _, b in sorted(books.books.items()) for p in (b.entries, b.scale))):
             state.update(vector.contiguous().numpy().tobytes())
     for name, w in (quantised.tensors if quantised is not None else {}).items():
         for plane in (w.codes, w.scale, w.coefficient):

@@ -217,3 +217,64 @@ def test_weights_of_another_model_are_refused(tmp_path):
     save_file({"a.weight": torch.ones(4, 33)}, tmp_path / "wider.safetensors")
     with pytest.raises(InputError, match=r"a\.weight: packed as \[4, 32\]"):
         model.check_source(open_model(tmp_path / "wider.safetensors"))
+
+
+@pytest.fixture
+def cache_file(tmp_path):
+    """A file with tables of caches of two layers, and no weights."""
+    from kvant.golden.kvcache.calibration import CacheTables
+    from kvant.golden.kvcache.choice import Tables
+
+    random = torch.Generator().manual_seed(3)
+    vectors = [torch.rand(2, 3, 8, generator=random).half() for _ in range(3)]
+    tables = {
+        "key_time": Tables.of([[5, 255], [20, 0]], [[700], [65535]], "moment"),
+        "value_time": Tables.of([[1], [2]], [[], []], "variance"),
+    }
+    cache = CacheTables(64, 4, *vectors, tables=tables)
+    path = tmp_path / "caches.safetensors"
+    packed.save(path, {}, CONFIGURATION, SOURCE, cache)
+    return path, cache
+
+
+def test_tables_of_caches_come_back(cache_file):
+    path, cache = cache_file
+    found = packed.load(path).cache
+    assert (found.group, found.sinks, list(found.tables)) == (64, 4, ["key_time", "value_time"])
+    for name in ("key_mean", "key_floor", "value_floor"):
+        assert torch.equal(getattr(found, name), getattr(cache, name))
+    for kind, tables in cache.tables.items():
+        assert torch.equal(found.tables[kind].coefficients, tables.coefficients)
+        assert torch.equal(found.tables[kind].thresholds, tables.thresholds)
+        assert found.tables[kind].statistic == tables.statistic
+    assert load_file(path)["cache.key_time.thresholds"].dtype == torch.uint16
+
+
+def test_file_without_tables_of_caches_has_none(file):
+    assert packed.load(file[0]).cache is None
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda planes, header: planes.pop("cache.key_floor"), "cache.key_floor is missing"),
+        (lambda planes, header: planes["cache.key_mean"].add_(1), "cache.key_mean is damaged"),
+        (lambda planes, header: header["cache"]["sha256"].pop("value_floor"), "cache.value_floor is missing"),
+        (lambda planes, header: header["cache"]["statistic"].update(key_time="x"), "statistic = 'x'"),
+        (
+            lambda planes, header: planes.update({"cache.value_floor": planes["cache.value_floor"].float()}),
+            "cache.value_floor has type F32; legal is F16",
+        ),
+    ],
+)
+def test_damaged_tables_of_caches_are_refused(cache_file, change, text):
+    path, _ = cache_file
+    rewrite(path, change)
+    assert text in refusal(path)
+
+
+def test_case_18_floor_below_zero_is_refused(cache_file):
+    path, cache = cache_file
+    cache.value_floor[0, 0, 0] = -1
+    packed.save(path, {}, CONFIGURATION, SOURCE, cache)
+    assert "cache.value_floor: legal are finite values, in a floor of at least 0" in refusal(path)

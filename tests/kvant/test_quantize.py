@@ -300,3 +300,34 @@ def test_model_list_says_what_is_fetched(run, tmp_path, monkeypatch):
 def test_model_fetch_of_an_unknown_name_is_refused(refusal):
     line = refusal("model", "fetch", "gpt9")
     assert "gpt9" in line and "smollm2" in line
+
+
+def test_calibration_fits_the_tables_of_the_caches(quantise, model, text):
+    options = ("--calibrate", text, "--tokens", "400", "--window", "100", "--group", "16", "--sinks", "2")
+    result, printed = quantise(model, *options, "--only", DOWN)
+    assert result.cache.group == 16 and result.cache.sinks == 2
+    assert result.cache.key_mean.shape == (
+        CONFIG["num_hidden_layers"],
+        CONFIG["num_key_value_heads"],
+        CONFIG["head_dim"],
+    )
+    assert "tables for the caches of 2 layers: key_head, key_time, value_time, value_time_offset" in printed
+    alone, printed = quantise(model, *options, "--cache-only", "--set", "statistic=moment")
+    assert not alone.tensors and "weights" not in printed
+    assert torch.equal(alone.cache.value_floor, result.cache.value_floor)
+    assert {tables.statistic for tables in alone.cache.tables.values()} == {"moment"}
+    assert (alone.configuration["sinks"], alone.configuration["statistic"]) == (2, "moment")
+    alone.check_source(open_model(model))
+
+
+def test_calibration_windows_without_a_group_leave_the_caches_out(quantise, refusal, model, text, tmp_path):
+    options = ("--calibrate", text, "--tokens", "200", "--window", "50", "--group", "64")
+    result, printed = quantise(model, *options, "--only", DOWN)
+    assert result.cache is None and "no tables for caches: no calibration window holds a group of 64 tokens" in printed
+    line = refusal("quantize", model, "-o", tmp_path / "x.safetensors", *options, "--cache-only")
+    assert line.startswith("calibration windows of 50 tokens: legal is at least group = 64")
+
+
+def test_tables_alone_need_a_text(refusal, model, tmp_path):
+    line = refusal("quantize", model, "-o", tmp_path / "x.safetensors", "--cache-only")
+    assert line == "--cache-only: needs --calibrate TEXT, and takes no --only"

@@ -9,7 +9,7 @@ from tiny_models import CONFIG
 
 from kvant.golden.models.checkpoint import open_model
 from kvant.golden.models.errors import ModelError
-from kvant.golden.models.evaluate import evaluate, split_windows
+from kvant.golden.models.evaluate import Losses, Window, cut_windows, evaluate, split_windows, window_losses
 from kvant.golden.models.llama import Llama
 
 TOKENS = [n * 31 % CONFIG["vocab_size"] for n in range(50)]
@@ -86,3 +86,61 @@ def test_loss_that_is_not_finite_is_a_failure_with_the_window(folder):
     broken = Llama(checkpoint, {name: torch.full_like(checkpoint.weight(name), math.nan)})
     with pytest.raises(ModelError, match=re.escape("window 0: the loss is nan")):
         evaluate(broken, split_windows(TOKENS, 25))
+
+
+@pytest.mark.parametrize(
+    "length, stride, bos", [(16, None, None), (16, 5, None), (16, 15, 7), (16, None, 7), (64, 9, None), (2, 1, None)]
+)
+def test_case_53_every_token_is_counted_once_with_any_stride(length, stride, bos):
+    windows = cut_windows(TOKENS, length, stride, bos)
+    counted = [int(token) for window in windows for token in window.tokens[window.first :]]
+    heads = range(0, len(TOKENS), length) if stride is None else [0]  # tokens that nothing stands before
+    skipped = set() if bos is not None else set(heads)
+    assert counted == [token for position, token in enumerate(TOKENS) if position not in skipped]
+    assert all(len(window.tokens) <= length for window in windows)
+    assert bos is None or all(int(window.tokens[0]) == bos for window in windows)
+
+
+def test_windows_that_predict_nothing_are_refused():
+    for arguments, text in (
+        ((TOKENS, 1), "window = 1: legal is 2 or more"),
+        ((TOKENS, 8, 9), "stride = 9: legal is 1 to 8, the text of a window"),
+        ((TOKENS, 8, 8, 0), "stride = 8: legal is 1 to 7"),
+        (([5], 8), "text of 1 tokens: at least 2"),
+        (([], 8, None, 0), "text of 0 tokens"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(text)):
+            cut_windows(*arguments)
+
+
+def test_losses_of_windows_are_those_of_evaluate(model, folder):
+    checkpoint = open_model(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = Llama(checkpoint, {name: checkpoint.weight(name) * 1.1})
+    windows = cut_windows(TOKENS, 16)
+    sums = {"same": Losses(), "other": Losses()}
+    for window in windows:
+        found = window_losses(model, {"same": model, "other": other}, window)
+        sums = {key: sums[key] + found[key] for key in sums}
+    expected = evaluate(other, [window.tokens for window in windows], model)
+    assert sums["other"].perplexity == pytest.approx(expected.perplexity)
+    assert sums["other"].divergence[0] == pytest.approx(expected.kl, rel=1e-4)
+    assert sums["other"].dnll[0] == pytest.approx(
+        expected.nll - evaluate(model, [w.tokens for w in windows]).nll, abs=1e-5
+    )
+    assert sums["same"].dnll == (0, 0) and sums["same"].divergence == (0, 0)
+    assert sums["other"].tokens == expected.tokens
+
+
+def test_standard_error_is_that_of_the_mean_over_tokens():
+    values = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
+    losses = Losses(4, 1.0, float(values.sum()), float(values.square().sum()))
+    assert losses.dnll == (pytest.approx(float(values.mean())), pytest.approx(float(values.std()) / 2))
+
+
+def test_loss_that_is_not_finite_names_the_model(folder, model):
+    checkpoint = open_model(folder)
+    name = "model.norm.weight"
+    broken = Llama(checkpoint, {name: checkpoint.weight(name) * math.nan})
+    with pytest.raises(ModelError, match="broken: the loss is nan"):
+        window_losses(model, {"broken": broken}, Window(torch.tensor(TOKENS[:8])))
