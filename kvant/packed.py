@@ -23,10 +23,21 @@ cache.KIND.coefficients u8 [L, C]       table of coefficients; KIND as in `kvant
 cache.KIND.thresholds   u16 [L, C-1]    thresholds between its entries, non-descending
 ======================= =============== ==============================================================================
 
+For product-quantised caches, if codebooks were trained; KIND as in `kvant.golden.pq.calibration.Kind`:
+
+======================= ============================ =================================================================
+tensor                  type                         contents
+======================= ============================ =================================================================
+pq.key_mean             f16 [L, H, d]                mean of the keys after RoPE, subtracted before they are coded
+pq.KIND.entries         i8 [L, H, M, 2^nbits, d/M]   centroids of every layer, head and sub-space
+pq.KIND.scale           f16 [L, H]                   what an entry is multiplied by
+======================= ============================ =================================================================
+
 The metadata entry ``kvant`` is a JSON object: ``format`` and ``version`` of this layout, ``configuration``, ``source``
 (file name and SHA-256 of the model's weights), ``tensors`` (shape, group, loss and the SHA-256 of each stored tensor),
-``cache`` (group, sinks, statistic and the SHA-256 of each stored tensor; absent without tables of caches), and
-``sha256`` over all of this. Same contents, same bytes.
+``cache`` (group, sinks, statistic and the SHA-256 of each stored tensor; absent without tables of caches), ``pq``
+(sinks and the SHA-256 of each stored tensor; absent without codebooks), and ``sha256`` over all of this. Same contents,
+same bytes.
 """
 
 import hashlib
@@ -45,6 +56,7 @@ if TYPE_CHECKING:
 
     from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
+    from kvant.golden.pq.calibration import ModelCodebooks
 
 FORMAT = "kvant-mant-weights"
 VERSION = 1
@@ -55,6 +67,8 @@ _PARTS = {"codes": "U8", "scale": "F16", "coefficient": "U8", "int8": "I8"}
 _CACHE = "cache"
 _CACHE_VECTORS = ("key_mean", "key_floor", "value_floor")
 _CACHE_PARTS = {"coefficients": "U8", "thresholds": "U16"} | dict.fromkeys(_CACHE_VECTORS, "F16")
+_PQ = "pq"
+_PQ_PARTS = {"entries": "I8", "scale": "F16", "key_mean": "F16"}
 
 
 @dataclass(frozen=True)
@@ -71,12 +85,15 @@ class PackedModel:
         ``name`` and ``sha256`` of the model they were made from.
     cache : CacheTables or None
         What calibration found for the caches.
+    codebooks : ModelCodebooks or None
+        Those of product-quantised caches.
     """
 
     tensors: dict[str, "QuantizedWeights"]
     configuration: dict
     source: dict
     cache: "CacheTables | None" = None
+    codebooks: "ModelCodebooks | None" = None
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -95,11 +112,13 @@ class PackedModel:
             shape = model.tensors[name].shape if name in model.tensors else "absent"
             if shape != weights.shape:
                 raise InputError(f"{name}: packed as {list(weights.shape)}, in {model.path.name} it is {shape}")
-        if self.cache is not None:
-            found, expected = tuple(self.cache.key_mean.shape), model.config
+        for part, found in ((_CACHE, self.cache), (_PQ, self.codebooks)):
+            if found is None:
+                continue
+            shape, expected = tuple(found.key_mean.shape), model.config
             expected = (expected.layers, expected.kv_heads, expected.head_dim)
-            if found != expected:
-                raise InputError(f"cache.key_mean: shape {found}; {model.path.name} has {expected} (layers, heads, d)")
+            if shape != expected:
+                raise InputError(f"{part}.key_mean: shape {shape}; {model.path.name} has {expected} (layers, heads, d)")
         if (digest := model.sha256()) != self.source["sha256"]:
             raise InputError(
                 f"{model.path.name}: SHA-256 {digest[:16]}... is not that of the model the weights were made from, "
@@ -140,12 +159,21 @@ def _cache_planes(cache: "CacheTables") -> dict[str, "torch.Tensor"]:
     return {name: plane.contiguous() for name, plane in planes.items()}
 
 
+def _pq_planes(codebooks: "ModelCodebooks") -> dict[str, "torch.Tensor"]:
+    """The stored tensors of codebooks, by their names behind ``pq.``."""
+    planes = {"key_mean": codebooks.key_mean}
+    for kind, book in codebooks.books.items():
+        planes |= {f"{kind}.entries": book.entries, f"{kind}.scale": book.scale}
+    return {name: plane.contiguous() for name, plane in planes.items()}
+
+
 def save(
     path: Path,
     tensors: Mapping[str, "QuantizedWeights"],
     configuration: dict,
     source: dict,
     cache: "CacheTables | None" = None,
+    codebooks: "ModelCodebooks | None" = None,
 ) -> None:
     """Write a file whole: it is built beside *path* and renamed.
 
@@ -159,6 +187,8 @@ def save(
         What JSON can hold; see `PackedModel`.
     cache : CacheTables, optional
         What calibration found for the caches.
+    codebooks : ModelCodebooks, optional
+        Those of product-quantised caches.
     """
     from safetensors.torch import save_file
 
@@ -190,6 +220,11 @@ def save(
             "statistic": {kind: tables.statistic for kind, tables in cache.tables.items()},
             "sha256": {name: _digest(plane) for name, plane in stored.items()},
         }
+    if codebooks is not None:
+        stored = _pq_planes(codebooks)
+        planes |= {f"{_PQ}.{name}": plane for name, plane in stored.items()}
+        digests = {name: _digest(plane) for name, plane in stored.items()}
+        header[_PQ] = {"sinks": codebooks.sinks, "sha256": digests}
     # One metadata entry, because safetensors writes several in an order that changes from run to run.
     metadata = {_KEY: _canonical(header | {"sha256": _header_digest(header)})}
     path = Path(path)
@@ -231,7 +266,7 @@ def load(path: Path) -> PackedModel:
             raise InputError(f"{path}: {name} is damaged, its contents do not match their SHA-256")
         return plane
 
-    tensors, cache = {}, None
+    tensors, cache, codebooks = {}, None, None
     try:
         for name, entry in header["tensors"].items():
             parts = {
@@ -247,11 +282,17 @@ def load(path: Path) -> PackedModel:
                 for name, digest in entry["sha256"].items()
             }
             cache = _unpack_cache(entry, parts)
+        if (entry := header.get(_PQ)) is not None:
+            parts = {
+                name: take(f"{_PQ}.{name}", name.rpartition(".")[2], digest, _PQ_PARTS, "the cache")
+                for name, digest in entry["sha256"].items()
+            }
+            codebooks = _unpack_codebooks(entry, parts)
     except TensorError as error:
         raise InputError(f"{path}: {error}") from None
     if planes:
         raise InputError(f"{path}: {min(planes)} belongs to no weight of the file")
-    return PackedModel(tensors, header["configuration"], header["source"], cache)
+    return PackedModel(tensors, header["configuration"], header["source"], cache, codebooks)
 
 
 def _header(path: Path, metadata: dict[str, str] | None) -> dict:
@@ -332,6 +373,31 @@ def _unpack_cache(entry: dict, parts: dict[str, "torch.Tensor"]) -> "CacheTables
             )
         tables[kind] = Tables.of(coefficients.numpy(), thresholds.numpy(), statistic)
     return CacheTables(entry["group"], entry["sinks"], *(parts[name] for name in _CACHE_VECTORS), tables=tables)
+
+
+def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCodebooks":
+    from kvant.golden.numeric.tensors import check_shape
+    from kvant.golden.pq.calibration import Kind, ModelCodebooks
+    from kvant.golden.pq.codebook import Codebook
+
+    kinds = sorted({name.rpartition(".")[0] for name in parts} - {""})
+    for name in ("key_mean", *(f"{kind}.{part}" for kind in kinds for part in ("entries", "scale"))):
+        if name not in parts:
+            raise TensorError(f"{_PQ}.{name} is missing; without it the cache has no value")
+    mean, books = parts["key_mean"], {}
+    if not bool(mean.isfinite().all()):
+        raise TensorError(f"{_PQ}.key_mean: legal are finite values")
+    for kind in kinds:
+        name = f"{_PQ}.{kind}"
+        book = Codebook.of(parts[f"{kind}.entries"], parts[f"{kind}.scale"], name)
+        partition, wanted = book.partition, Kind.of(kind)
+        if (partition.dimensions, partition.nbits) != (wanted.subspace, wanted.nbits):
+            raise TensorError(
+                f"{name}.entries: {partition.dimensions} dimensions, {partition.nbits} bits; legal is {kind}"
+            )
+        check_shape(book.scale, f"{name}.scale", tuple(mean.shape[:-1]))
+        books[kind] = book
+    return ModelCodebooks(entry["sinks"], mean, books)
 
 
 def _canonical(value: dict) -> str:

@@ -57,6 +57,8 @@ class Footprint:
         Bits per element that the page of a full window adds: timestamp and alignment.
     sequence : float
         Bits per channel kept once for the sequence.
+    recent : int
+        Newest tokens that are held as rows of an open window are, in a cache without windows.
     """
 
     history: float
@@ -66,10 +68,11 @@ class Footprint:
     sinks: int
     page: float = 0.0
     sequence: float = 0.0
+    recent: int = 0
 
     def at(self, tokens: int) -> float:
         """Bits per element of a cache of *tokens* tokens, everything counted: codes of sinks are stored too."""
-        full = tokens // self.window * self.window
+        full = max(tokens - self.recent, 0) // self.window * self.window
         bits = full * (self.history + self.page) + (tokens - full) * self.fresh
         return (bits + min(self.sinks, tokens) * self.sink + self.sequence) / tokens
 

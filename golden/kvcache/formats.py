@@ -1,6 +1,6 @@
 """Cache formats by name: what `kvant eval` compares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvant.golden.errors import TensorError
@@ -10,6 +10,8 @@ from kvant.golden.kvcache.attention import CachedAttention, Exact, Footprint, In
 from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.calibration import KINDS, CacheTables
 from kvant.golden.kvcache.integer import IntegerAttention
+from kvant.golden.pq.attention import Pq, PqAttention
+from kvant.golden.pq.calibration import Kind, ModelCodebooks
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,18 @@ class CacheSettings:
         Tokens of the first call, which fix the INT8 scales of caches along time beside their floors; None: all.
     tables : CacheTables, optional
         For the formats that need calibration.
+    recent : int
+        Newest tokens that product-quantised caches keep INT8.
+    codebooks : ModelCodebooks, optional
+        For the product-quantised formats.
     """
 
     group: int = 64
     sinks: int = 4
     prefill: int | None = 1
     tables: CacheTables | None = None
+    recent: int = 64
+    codebooks: ModelCodebooks | None = None
 
     def calibrated(self) -> CacheTables:
         """The tables.
@@ -46,6 +54,20 @@ class CacheSettings:
         if self.tables.group != self.group:
             raise TensorError(f"group = {self.group}: the tables were fitted for {self.tables.group}")
         return self.tables
+
+    def trained(self, kinds: Sequence[str]) -> ModelCodebooks:
+        """The codebooks, with these kinds among them.
+
+        Raises
+        ------
+        TensorError
+            There are none, or not all of them.
+        """
+        if self.codebooks is None:
+            raise TensorError("codebooks: missing; product-quantised caches need those of `kvant quantize --codebooks`")
+        for kind in kinds:
+            self.codebooks.layers(kind)
+        return self.codebooks
 
 
 Pair = tuple[Store, Store]
@@ -66,6 +88,8 @@ class CacheFormat:
         Needs tables.
     integer : bool
         Attention runs in the integer chain, else in float32 over the values that the cache holds.
+    codebooks : tuple of str
+        Kinds of codebooks needed, of keys and of values; then attention is that of product quantisation.
     """
 
     name: str
@@ -73,10 +97,13 @@ class CacheFormat:
     stores: Callable[[CacheSettings], Pair]
     calibrated: bool = False
     integer: bool = False
+    codebooks: tuple[str, ...] = ()
 
-    def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention:
+    def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention | PqAttention:
         """The attention strategy of a model with this cache."""
         keys, values = self.stores(settings)
+        if self.codebooks:
+            return PqAttention(keys, values)
         return IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
 
     def footprint(self, settings: CacheSettings, head_dim: int) -> tuple[Footprint, Footprint]:
@@ -108,6 +135,19 @@ def _mant(name: str, description: str, keys: str, values: str, *, integer: bool 
         return mant_store(settings, keys), mant_store(settings, values)
 
     return CacheFormat(name, description, stores, calibrated=True, integer=integer)
+
+
+def _pq(name: str, description: str, keys: str, values: str) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        books = settings.trained((keys, values))
+        means = {"key": books.key_mean, "value": None}
+        pair = (
+            Pq(books.layers(kind), settings.group, means[Kind.of(kind).rows], settings.sinks, settings.recent)
+            for kind in (keys, values)
+        )
+        return tuple(pair)
+
+    return CacheFormat(name, description, stores, codebooks=(keys, values))
 
 
 def _along_head(format_: GroupFormat) -> CacheFormat:
@@ -152,6 +192,9 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
         _mant("mant_time", "M-ANT along time, keys with offset and one coefficient", "key_time", "value_time"),
         _mant("mant_time_offset", "the same options for values too", "key_time", "value_time_offset"),
         _mant("mant_time_integer", "mant_time in integers", "key_time", "value_time", integer=True),
+        _pq("pq4", "product-quantised, 2 dimensions x 8 bits", "key_2x8", "value_2x8"),
+        _pq("pq4_2", "product-quantised, keys 2 x 8 bits, values 4 x 8", "key_2x8", "value_4x8"),
+        _pq("pq2", "product-quantised, 4 dimensions x 8 bits", "key_4x8", "value_4x8"),
     )
 }
 """All cache formats, the reference's own first."""

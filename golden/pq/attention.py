@@ -51,7 +51,9 @@ class Pq(Store):
 
     def footprint(self, head_dim: int) -> Footprint:
         fresh = 8 + 16 * math.ceil(head_dim / self.group) / head_dim
-        return Footprint(self.codebooks[0].partition.bits_per_element, fresh, fresh, 1, self.sinks)
+        partition = self.codebooks[0].partition
+        once = 8 * partition.codebook_bytes / head_dim
+        return Footprint(partition.bits_per_element, fresh, fresh, 1, self.sinks, sequence=once, recent=self.recent)
 
 
 class PqAttention:

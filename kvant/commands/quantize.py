@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.checkpoint import Checkpoint, TensorInfo
+    from kvant.golden.pq.calibration import ModelCodebooks
 
 SCALE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Scales tried by ``--scale-search``, as factors of ``absmax / M``."""
@@ -65,6 +66,8 @@ class Recipe:
         First tokens of a window that the tables of the caches leave out.
     statistic : str
         Second moment that chooses coefficients in the caches.
+    codebooks : tuple of str
+        Kinds of codebooks trained for product-quantised caches, as ``key_2x8``.
     """
 
     group: int
@@ -77,6 +80,7 @@ class Recipe:
     window: int | None = None
     sinks: int = SINKS
     statistic: Literal["variance", "moment"] = "variance"
+    codebooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,8 +196,16 @@ def quantize(
         int, typer.Option(min=0, max=256, help="First tokens that the caches' tables leave out: INT8 sinks.")
     ] = SINKS,
     cache_only: Annotated[
-        bool, typer.Option("--cache-only", help="No weights: only the tables of the caches. Needs --calibrate.")
+        bool, typer.Option("--cache-only", help="No weights: only what the caches need. Needs --calibrate.")
     ] = False,
+    codebooks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,...",
+            help="Train codebooks for product-quantised caches: 'key_2x8' has 2 dimensions a sub-space, 8 bits a code. "
+            "Needs --calibrate.",
+        ),
+    ] = None,
 ) -> None:
     """Quantise the linear weights of MODEL to M-ANT, and with a calibration text fit the tables of its caches.
 
@@ -206,6 +218,8 @@ def quantize(
         raise InputError("--calibrate and --weight-error: legal is one of them")
     if cache_only and (calibrate is None or only):
         raise InputError("--cache-only: needs --calibrate TEXT, and takes no --only")
+    if codebooks is not None and calibrate is None:
+        raise InputError(f"--codebooks {codebooks}: needs --calibrate TEXT")
     if calibrate is None and objective not in (None, "weight"):
         raise InputError(f"--objective {objective}: needs --calibrate TEXT")
     if outlier_groups is not None and not (math.isfinite(outlier_groups) and outlier_groups > 0):
@@ -222,9 +236,11 @@ def quantize(
         window=window,
         sinks=sinks,
         statistic=settings.cache.statistic,
+        codebooks=tuple(kind.strip() for kind in codebooks.split(",")) if codebooks is not None else (),
     )
     _check_output(output, model)
     checkpoint = open_model(model)
+    codebook_calibrator(recipe, checkpoint)  # refuses what it cannot train, before the work
     chosen = [] if cache_only else choose_tensors(checkpoint, only or [])
     _run(checkpoint, chosen, recipe, output)
 
@@ -370,9 +386,9 @@ def _run(checkpoint: "Checkpoint", chosen: "list[TensorInfo]", recipe: Recipe, o
         job = {"configuration": configuration, "source": source, "tensors": names, "layout": packed.VERSION}
         workspace = Workspace(output.with_name(output.name + ".partial"), job)
         try:
-            moments, cache = None, None
+            moments, cache, codebooks = None, None, None
             if windows is not None:
-                moments, cache = _calibrate(checkpoint, windows, recipe, names, workspace, progress)
+                moments, cache, codebooks = _calibrate(checkpoint, windows, recipe, names, workspace, progress)
             started = time.perf_counter()
             task = progress.add_task("quantise", total=len(chosen))
             reports = []
@@ -383,7 +399,7 @@ def _run(checkpoint: "Checkpoint", chosen: "list[TensorInfo]", recipe: Recipe, o
                 progress.advance(task)
             seconds = time.perf_counter() - started
             tensors = {report.info.name: report.weights for report in reports}
-            packed.save(output, tensors, configuration, source, cache)
+            packed.save(output, tensors, configuration, source, cache, codebooks)
         except KeyboardInterrupt:
             typer.echo(f"stopped; {workspace.folder} keeps what is finished for the next run", err=True)
             raise
@@ -392,6 +408,8 @@ def _run(checkpoint: "Checkpoint", chosen: "list[TensorInfo]", recipe: Recipe, o
         typer.echo(_summary(reports, seconds))
     if windows is not None:
         typer.echo(_cache_summary(cache, recipe))
+    if codebooks is not None:
+        typer.echo(_codebook_summary(codebooks))
     typer.echo(f"written: {output}")
 
 
@@ -419,6 +437,7 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
         "outlier_groups": recipe.outlier_groups,
         "sinks": recipe.sinks,
         "statistic": recipe.statistic,
+        "codebooks": list(recipe.codebooks),
         "calibration": described,
     }
     return configuration, windows
@@ -437,10 +456,33 @@ def cache_tables(
     return calibrator.result()
 
 
+def codebook_calibrator(recipe: Recipe, checkpoint: "Checkpoint"):
+    """What trains the codebooks of a recipe, or None.
+
+    Raises
+    ------
+    InputError
+        A kind that does not exist or does not fit the model.
+    """
+    from kvant.golden.errors import TensorError
+    from kvant.golden.pq.calibration import CodebookCalibrator
+
+    if not recipe.codebooks:
+        return None
+    try:
+        calibrator = CodebookCalibrator(recipe.codebooks, sinks=recipe.sinks)
+        calibrator.check(checkpoint.config.head_dim)
+    except TensorError as error:
+        raise InputError(f"--codebooks: {error}") from None
+    return calibrator
+
+
 def _calibrate(
     checkpoint, windows, recipe: Recipe, names: Sequence[str], workspace: Workspace, progress
-) -> "tuple[dict | None, CacheTables | None]":
-    """Second moments for the weights *names* and tables for the caches, from one run of the text or an interrupted one.
+) -> "tuple[dict | None, CacheTables | None, ModelCodebooks | None]":
+    """Second moments for the weights *names*, tables and codebooks for the caches, from one run of the text.
+
+    Taken from an interrupted run if it came so far.
 
     No moments without names, no tables where the windows hold no group of a cache.
     """
@@ -453,13 +495,15 @@ def _calibrate(
 
     moments_path, cache_path = (workspace.folder / f"{name}.safetensors" for name in ("moments", "caches"))
     try:
-        return load_file(moments_path) or None, packed.load(cache_path).cache
+        found = packed.load(cache_path)
+        return load_file(moments_path) or None, found.cache, found.codebooks
     except (SafetensorError, OSError, InputError):  # not there, or cut off by the interrupt
         pass
     task = progress.add_task("calibrate", total=checkpoint.config.layers)
     advance: Callable[[int, int], None] = lambda done, _: progress.update(task, completed=done)  # noqa: E731
     moments = Moments(recipe.group, diagonal=recipe.objective == "diagonal", names=names)
     caches = CacheCalibrator(group=recipe.group, sinks=recipe.sinks, statistic=recipe.statistic)
+    codebooks = codebook_calibrator(recipe, checkpoint)
     # where only the tables are wanted, windows that are too short for them are refused
     long_enough = not names or max(len(window) for window in windows) >= max(recipe.group, recipe.sinks + 1)
 
@@ -477,19 +521,27 @@ def _calibrate(
         moments.add(observer.moments for observer in observers)
         if long_enough:
             caches.add(observer.caches for observer in observers)
+        if codebooks is not None:
+            codebooks.add(observer.caches for observer in observers)
     found = moments.result(sum(len(window) for window in windows)).moments
     tables = caches.result() if long_enough else None
-    packed.save(cache_path, {}, {}, {}, tables)
+    books = None if codebooks is None else codebooks.result()
+    packed.save(cache_path, {}, {}, {}, tables, books)
     part = moments_path.with_suffix(".part")
     save_file({name: moment.clone() for name, moment in found.items()}, part)
     os.replace(part, moments_path)
-    return found or None, tables
+    return found or None, tables, books
 
 
 def _cache_summary(cache: "CacheTables | None", recipe: Recipe) -> str:
     if cache is None:
         return f"no tables for caches: no calibration window holds a group of {recipe.group} tokens behind the sinks"
     return f"tables for the caches of {len(cache.key_mean)} layers: {', '.join(cache.tables)}"
+
+
+def _codebook_summary(codebooks: "ModelCodebooks") -> str:
+    sizes = [f"{kind} ({book.entries.nbytes + book.scale.nbytes:,} bytes)" for kind, book in codebooks.books.items()]
+    return f"codebooks of {len(codebooks.key_mean)} layers: {', '.join(sizes)}"
 
 
 def _described(report: TensorReport) -> str:
