@@ -10,6 +10,7 @@ from kvant.hw.kvcache.control import RowPlan, WindowControl
 from kvant.hw.kvcache.layouts import PageWrite, Table, TableWrite
 from kvant.hw.kvcache.packer import META_BITS, BlockPacker
 from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLDS, CacheParameters, ceil_div
+from kvant.hw.kvcache.pending_windows import PendingWindows
 from kvant.hw.kvcache.running import RunningSums
 from kvant.hw.kvcache.sinks import SinkRows, sink_output
 from kvant.hw.kvcache.staged_reader import StagedReader, StagedRequest, staged_output
@@ -20,6 +21,7 @@ from kvant.hw.numeric.centring import Centring
 from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.int8_quantizer import FP16_MAX
+from kvant.hw.parameters import check_integer
 
 
 def row_input(p: CacheParameters) -> data.StructLayout:
@@ -86,6 +88,8 @@ class Requantizer(wiring.Component):
     ----------
     p : CacheParameters
         `group` and `lanes` powers of two.
+    first_heads : int
+        Closed windows of the heads below this number are encoded before all others.
 
     Attributes
     ----------
@@ -134,8 +138,9 @@ class Requantizer(wiring.Component):
         When a cache cannot be built of *p*.
     """
 
-    def __init__(self, p: CacheParameters):
+    def __init__(self, p: CacheParameters, *, first_heads: int = 0):
         self.p = p.check_cache()
+        self.first_heads = check_integer("first_heads", first_heads, 0, p.heads)
         self.timing = Timing(p)
         self.packer = BlockPacker(p, p.head_dim, along_head=False)
         super().__init__(
@@ -219,24 +224,23 @@ class Requantizer(wiring.Component):
 
         # Closed windows wait here until their last row has arrived in the buffer.
         closed = Signal(ClosedWindow(ring_rows))
-        m.submodules.pending = pending = fifo.SyncFIFOBuffered(width=closed.shape().size, depth=p.heads * pending_limit)
+        m.submodules.pending = pending = PendingWindows(p, ring_rows, timing.written + 2, first_heads=self.first_heads)
         m.d.comb += [
             closed.head.eq(plan.head),
             closed.base.eq(plan.base),
             closed.page.eq(plan.page),
             closed.timestamp.eq(plan.timestamp),
-            pending.w_data.eq(closed),
-            pending.w_en.eq(take & plan.last_of_window & row_end),
+            pending.window.eq(closed),
+            pending.close.eq(take & plan.last_of_window & row_end),
         ]
 
         # Cycle 0: the transfer. What takes effect is reset: bit k of `staging` is a transfer in cycle k.
-        staging, closing = Signal(timing.written + 1), Signal(timing.written + 1)
+        staging = Signal(timing.written + 1)
         scanning = Signal(timing.lanes + 1)
         enters = take & ~plan.drop
         m.d.sync += [
             staging.eq(Cat(enters & ~plan.scan, staging)),
             scanning.eq(Cat(enters & plan.scan, scanning)),
-            closing.eq(Cat(enters & plan.last_of_window & row_end, closing)),
         ]
         tail_lanes = p.head_dim - (p.row_transfers - 1) * p.lanes
         row = register(plan, "row")
@@ -320,17 +324,16 @@ class Requantizer(wiring.Component):
         ]
 
         # Closed windows go to the reader of their sums and, behind it, to the encoder.
-        arrived = Signal(range(p.heads * pending_limit + 1))
         m.submodules.windows = windows = fifo.SyncFIFOBuffered(width=closed.shape().size, depth=4)
-        window, hand_over = data.View(closed.shape(), pending.r_data), Signal()
+        window, hand_over = pending.o.payload, Signal()
         m.d.comb += [
-            reader.i.valid.eq(pending.r_rdy & (arrived != 0) & windows.w_rdy),
+            reader.i.valid.eq(pending.o.valid & windows.w_rdy),
             hand_over.eq(reader.i.valid & reader.i.ready),
-            pending.r_en.eq(hand_over),
+            pending.o.ready.eq(reader.i.ready & windows.w_rdy),
             reader.i.payload.head.eq(window.head),
             reader.i.payload.slot.eq(window.timestamp[window_bits:]),
             windows.w_en.eq(hand_over),
-            windows.w_data.eq(pending.r_data),
+            windows.w_data.eq(window),
             encoder.windows.valid.eq(windows.r_rdy),
             windows.r_en.eq(encoder.windows.ready),
             encoder.windows.payload.eq(window.shape()(windows.r_data)),
@@ -342,7 +345,6 @@ class Requantizer(wiring.Component):
             scales.look_address[0].eq(reader.read_address),
             reader.scales.eq(scales.look[0]),
         ]
-        m.d.sync += arrived.eq(arrived + closing[-1] - hand_over)
         wiring.connect(m, reader.o, chain.i)
         wiring.connect(m, chain.o, encoder.grids)
         wiring.connect(m, encoder.o, packer.i)
@@ -393,7 +395,7 @@ class Requantizer(wiring.Component):
             pages = Signal(range(encoder.windows_inside + windows.depth + 2), name="open_pages")
             m.d.sync += pages.eq(pages + hand_over - written)
             open_pages.append(pages)
-        under_way = [in_row, staging.any(), scanning.any(), pending.level != 0, *(pages != 0 for pages in open_pages)]
+        under_way = [in_row, staging.any(), scanning.any(), ~pending.empty, *(pages != 0 for pages in open_pages)]
         m.d.comb += self.busy.eq(Cat(under_way).any() | ~sinks_idle)
         with m.If(take | encoder.read):
             m.d.sync += self.busy_cycles.eq(self.busy_cycles + 1)
