@@ -48,6 +48,7 @@ def test_markdown_and_a_choice_of_adders(explore, tmp_path):
     assert [line.split(" | ")[1] for line in lines[2:]] == ["sklansky", "plus"]
 
 
+@pytest.mark.long
 def test_place_and_route_gives_luts_and_a_clock(explore, tmp_path):
     result = explore("--widths", "6", "--adders", "plus", "-o", tmp_path / "table.csv", library=False)
     assert result.returncode == 0, result.stderr
