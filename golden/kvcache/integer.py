@@ -123,9 +123,9 @@ def int8_group(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.to(torch.float16).float()
     if not x.shape[-1]:
         return x, x.new_zeros(*x.shape[:-1], 1)
-    absmax = x.abs().amax(-1, keepdim=True)
+    absmax = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # two reads, no copy: these are large
     scale = fp16(absmax.double() / 127).float()
-    q = torch.round(127 * x / absmax.clamp(min=torch.finfo(torch.float32).tiny))
+    q = x.mul_(127).div_(absmax.clamp(min=torch.finfo(torch.float32).tiny)).round_()
     return q.masked_fill_(scale == 0, 0), scale
 
 
