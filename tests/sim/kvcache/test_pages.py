@@ -96,3 +96,10 @@ def test_what_cannot_be_read_is_refused():
 def test_pages_larger_than_an_address_reaches_are_refused():
     with pytest.raises(ParameterError, match=r"groups of a page = 500000: .* bytes, legal are 16777216"):
         PageLayout(CacheParameters(), 500_000)
+
+
+def test_pages_that_are_none_are_refused():
+    with pytest.raises(ParameterError, match="groups of a page = 0: legal is an integer from 1"):
+        PageLayout(CacheParameters(), 0)
+    with pytest.raises(ParameterError, match="group = 48: legal in a cache are the powers of two"):
+        PageLayout(CacheParameters(group=48), 4)
