@@ -142,22 +142,22 @@ def cut_windows(tokens: Sequence[int], length: int, stride: int | None = None, b
         Tokens of a window; the last one may be shorter.
     stride : int, optional
         Tokens of the text from one window's begin to the next; default all of a window. A smaller one gives the tokens
-        of later windows more to look back on.
+        of later windows more to look back on, a larger one takes samples of a long text.
     bos : int, optional
         Token number put before every window, so that its first token of text is predicted too.
 
     Raises
     ------
     ModelError
-        A text of fewer than two tokens, a window that predicts nothing, or a stride outside a window.
+        A text of fewer than two tokens, a window that predicts nothing, or a stride below 1.
     """
     head = [] if bos is None else [bos]
     content = length - len(head)
     if length < 2:
         raise ModelError(f"window = {length}: legal is 2 or more, a window's first token is not predicted")
     stride = content if stride is None else stride
-    if not 1 <= stride <= content:
-        raise ModelError(f"stride = {stride}: legal is 1 to {content}, the text of a window")
+    if stride < 1:
+        raise ModelError(f"stride = {stride}: legal is 1 or more")
     if len(tokens) + len(head) < 2:
         raise ModelError(f"text of {len(tokens)} tokens: at least 2 are needed to predict one")
     windows, end = [], 0
