@@ -8,10 +8,13 @@ from formal import check, mutant
 
 from kvant.hw.kvcache import packer
 from kvant.hw.kvcache.block_queue import BlockQueue
+from kvant.hw.kvcache.control import WindowControl
 from kvant.hw.kvcache.packer import BlockPacker
 from kvant.hw.kvcache.parameters import CacheParameters
+from kvant.hw.kvcache.pending_windows import PendingWindows
 from kvant.hw.kvcache.result_queue import ResultQueue
 from kvant.hw.kvcache.window_buffer import WindowBuffer
+from kvant.hw.kvcache.window_encoder import ClosedWindow, WindowEncoder
 
 COUNT = 6
 """Bits of the counters of a proof: they do not wrap within its depth."""
@@ -346,6 +349,89 @@ class WindowBufferProof(wiring.Component):
         return m
 
 
+class WindowReadsProof(wiring.Component):
+    """From the admission of rows to the readings of the encoder: any row of the ring is read where it stands written.
+
+    `WindowControl`, `PendingWindows` and `WindowEncoder` as in the cache; a row is in the buffer `WRITTEN` cycles
+    after it was taken, grids and the packer's patience are free. A row that is in no window, or not yet there, is never
+    read; one that is in a window is read once for every channel, and is not written again before.
+    """
+
+    WRITTEN = 3
+
+    def __init__(self, *, latency=WRITTEN + 1):
+        self.p = CacheParameters(group=2, lanes=2, head_dim=2, capacity=4, evict=True)
+        self.ring_rows = 6
+        self.latency = latency
+        super().__init__(
+            {
+                "scan": In(1),
+                "start": In(1),
+                "row": In(1),
+                "grid": In(1),
+                "ready": In(1),
+                "chosen": In(range(self.ring_rows)),
+            }
+        )
+
+    def elaborate(self, platform):
+        p, ring_rows = self.p, self.ring_rows
+        m = Module()
+        m.submodules.control = control = WindowControl(p, ring_rows)
+        m.submodules.pending = pending = PendingWindows(p, ring_rows, self.latency)
+        m.submodules.encoder = encoder = WindowEncoder(p, ring_rows)
+        begun = Signal()
+        m.d.sync += begun.eq(1)
+        chosen = constant(m, self.chosen, begun)
+        wiring.connect(m, pending.o, encoder.windows)
+        take, staged, plan = Signal(), Signal(), control.plan
+        m.d.comb += [
+            Assume(self.chosen < ring_rows),
+            control.request.scan.eq(self.scan),
+            control.request.start.eq(self.start),
+            control.offered.eq(self.row & begun),
+            take.eq(control.offered & control.granted),
+            control.take.eq(take),
+            staged.eq(take & ~plan.drop & ~plan.scan),
+            pending.close.eq(take & plan.last_of_window),
+            pending.window.base.eq(plan.base),
+            pending.window.timestamp.eq(plan.timestamp),
+            pending.window.page.eq(plan.page),
+            encoder.grids.valid.eq(self.grid),
+            encoder.o.ready.eq(self.ready),
+            control.release.eq(encoder.release),
+            control.release_head.eq(encoder.release_head),
+        ]
+        coming = Signal(self.WRITTEN)
+        written, readings = Signal(), Signal(range(p.head_dim + 1))
+        reads = encoder.read & (encoder.read_address[1:] == chosen[1:])  # two rows from an even one on
+        window = Signal(ClosedWindow(ring_rows))  # that is being read
+        with m.If(encoder.windows.valid & encoder.windows.ready):
+            m.d.sync += window.eq(encoder.windows.payload)
+        inside = (chosen == window.base) | (chosen == window.base + 1)
+        takes_chosen = staged & (plan.row == chosen)
+        m.d.sync += coming.eq(Cat(takes_chosen, coming))
+        m.d.comb += [
+            Assert(~takes_chosen | ~(written | coming.any())),
+            Assert(~reads | (written & inside)),
+            Assert(~(encoder.release & inside) | (readings + reads == p.head_dim)),
+            Assert(~encoder.read | (encoder.read_address < ring_rows)),
+        ]
+        with m.If(coming[-1]):
+            m.d.sync += written.eq(1)
+        with m.If(reads):
+            m.d.sync += readings.eq(readings + 1)
+        with m.If(encoder.release & inside):
+            m.d.sync += [written.eq(0), readings.eq(0)]
+        with m.If(take & plan.scan_first):  # the open window of the former sequence is given up
+            m.d.sync += [written.eq(0), coming.eq(0)]
+        m.d.comb += [
+            Cover(encoder.release & inside & (chosen == ring_rows - 1)),
+            Cover(reads & (window.timestamp == p.group * 3)),
+        ]
+        return m
+
+
 @pytest.mark.parametrize("depth", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_block_queue_keeps_every_transfer(tmp_path, depth):
     passed, report = check(QueueProof(BlockQueue(4, depth), 2), tmp_path, mode="bmc", depth=14)
@@ -435,3 +521,17 @@ def test_seeded_fault_of_the_window_buffer_is_found(tmp_path):
     proof = WindowBufferProof(CacheParameters(group=8, lanes=4, head_dim=4), 8, dut_class=dut_class)
     passed, _ = check(proof, tmp_path, mode="bmc", depth=10)
     assert not passed
+
+
+@pytest.mark.parametrize(
+    ("mode", "depth"), [("bmc", 13), ("cover", 24), pytest.param("bmc", 18, marks=pytest.mark.long)]
+)
+def test_no_row_is_read_before_it_is_written(tmp_path, mode, depth):
+    passed, report = check(WindowReadsProof(), tmp_path, mode=mode, depth=depth)
+    assert passed, report
+
+
+def test_a_window_that_is_offered_too_early_is_found(tmp_path):
+    passed, report = check(WindowReadsProof(latency=WindowReadsProof.WRITTEN - 1), tmp_path, mode="bmc", depth=13)
+    assert not passed
+    assert "written & inside" in report
