@@ -68,7 +68,7 @@ class KeySequence(wiring.Component):
     begin : in
         The first row of a sequence is taken.
     fill : in
-        A row is taken that completes the last free page.
+        A row is taken that completes the last free page; only while OPEN.
     end : in
     state : out
     """
@@ -78,23 +78,12 @@ class KeySequence(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        with m.FSM():
-            with m.State("EMPTY"):
-                m.d.comb += self.state.eq(KeyState.EMPTY)
-                with m.If(self.begin & ~self.end):
-                    m.next = "OPEN"
-            with m.State("OPEN"):
-                m.d.comb += self.state.eq(KeyState.OPEN)
-                with m.If(self.end):
-                    m.next = "EMPTY"
-                with m.Elif(self.fill & ~self.begin):
-                    m.next = "FULL"
-            with m.State("FULL"):
-                m.d.comb += self.state.eq(KeyState.FULL)
-                with m.If(self.end):
-                    m.next = "EMPTY"
-                with m.Elif(self.begin):
-                    m.next = "OPEN"
+        with m.If(self.end):
+            m.d.sync += self.state.eq(KeyState.EMPTY)
+        with m.Elif(self.begin):
+            m.d.sync += self.state.eq(KeyState.OPEN)
+        with m.Elif(self.fill):
+            m.d.sync += self.state.eq(KeyState.FULL)
         return m
 
 
