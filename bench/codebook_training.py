@@ -24,7 +24,7 @@ from kvant.golden.pq.codebook import Partition
 from kvant.golden.pq.encode import encode
 from kvant.golden.pq.kmeans import GRID, hilbert_seeds, lloyd
 from kvant.golden.pq.search import nearest
-from kvant.golden.pq.train import ITERATIONS, train_codebooks
+from kvant.golden.pq.train import train_codebooks
 
 SINKS = 4
 
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--subspace", type=int, default=2)
     parser.add_argument("--nbits", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=ITERATIONS)
+    parser.add_argument("--iterations", type=int, help="rounds of k-means")
     parser.add_argument("--layers", help="some layers only, as in 5,20")
     parser.add_argument("--shared", action="store_true", help="a codebook per layer, not per head")
     parser.add_argument("--study", action="store_true", help="held-out error by samples, rounds and seeding")

@@ -5,6 +5,7 @@ The newest ``recent`` tokens and the first ``sinks`` stay INT8 groups along the 
 which batch it is encoded. Source: docs/numerics.md, "Product quantisation".
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from kvant.golden.numeric.int8 import int8_groups
 from kvant.golden.numeric.tensors import as_tensor, check_group, from_groups, to_groups
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.encode import encode
-from kvant.golden.pq.scores import lookup_table, read_out, table_scores, value_bins
+from kvant.golden.pq.scores import lookup_table, quantize_query, read_out, table_scores, value_bins
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,27 @@ class PqCache:
             return read_out(torch.zeros(shape, dtype=torch.int64), self.codebook)
         bins = value_bins(weights[..., history], self.codes[..., history, :], shape[-1])
         return read_out(bins, self.codebook)
+
+
+def reference_attention(q, keys: PqCache, values: PqCache) -> torch.Tensor:
+    """Attention in float64 over what the caches hold: what hardware is measured against.
+
+    Parameters
+    ----------
+    q : f16 [..., B, d]
+        B queries, all of which see all T tokens; each becomes one INT8 group over the head. Scores are divided by
+        the root of d.
+    keys, values : PqCache
+        Of the same tokens.
+
+    Returns
+    -------
+    f64 [..., B, d]
+    """
+    groups = quantize_query(q)
+    queries = groups.q.to(torch.float64) * groups.scale.to(torch.float64)[..., None]
+    scores = queries @ keys.dequantize().to(torch.float64).mT / math.sqrt(queries.shape[-1])
+    return scores.softmax(-1) @ values.dequantize().to(torch.float64)
 
 
 def check_recent(recent: int) -> int:

@@ -14,7 +14,7 @@ from kvant.golden.kvcache.calibration import KeysAndValues
 from kvant.golden.kvcache.rows import check_sinks
 from kvant.golden.numeric.rounding import fp16
 from kvant.golden.pq.codebook import Codebook, Partition
-from kvant.golden.pq.train import ITERATIONS, train_codebooks
+from kvant.golden.pq.train import train_codebooks
 
 ROWS = ("key", "value")
 """What codebooks are of."""
@@ -109,7 +109,7 @@ class CodebookCalibrator:
         *,
         sinks: int = 4,
         seed: int = 0,
-        iterations: int = ITERATIONS,
+        iterations: int | None = None,
         most_samples: int | None = None,
     ):
         self._kinds = [Kind.of(name) for name in dict.fromkeys(kinds)]

@@ -19,11 +19,11 @@ from kvant.golden.pq.kmeans import Clusters, kmeans
 Progress = Callable[[int, int], None]
 """Called with codebooks done and codebooks in all."""
 
-ITERATIONS = 3
-"""Rounds of k-means: from these seeds, more gain less than 1 % of the squared error."""
+ITERATIONS = {1: 3, 2: 3, 4: 6, 8: 6}
+"""Rounds of k-means by dimensions of a sub-space: twice as many gain 1 % of the squared error."""
 
-SAMPLES_PER_CENTROID = 64
-"""Samples per centroid that training uses of what it is given: with 32, held-out error is 4 % higher."""
+SAMPLES_PER_CENTROID = {1: 64, 2: 64, 4: 128, 8: 128}
+"""Samples per centroid that training uses of what it is given, by dimensions of a sub-space."""
 
 INT8_MAX = 127
 _SCALES = 64  # scales tried between half and all of what holds the largest centroid
@@ -37,7 +37,7 @@ def train_codebooks(
     mean=None,
     shared: bool = False,
     seed: int = 0,
-    iterations: int = ITERATIONS,
+    iterations: int | None = None,
     most_samples: int | None = None,
     name: str = "samples",
     progress: Progress | None = None,
@@ -58,8 +58,8 @@ def train_codebooks(
         One codebook for all heads along the last of the leading axes, a layer's.
     seed : int
         Decides which samples are used where there are more than needed, and which of them place the seeds.
-    iterations : int
-        Rounds of k-means, from 1.
+    iterations : int, optional
+        Rounds of k-means; default `ITERATIONS`.
     most_samples : int, optional
         Samples used per codebook; default `SAMPLES_PER_CENTROID` for each centroid.
     name : str
@@ -94,7 +94,8 @@ def train_codebooks(
     heads = samples.reshape(-1, samples.shape[-3] if shared else 1, *samples.shape[-2:])
     total = heads.shape[1] * heads.shape[2]
     chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    chosen = chosen[: most_samples or SAMPLES_PER_CENTROID * partition.centroids]
+    chosen = chosen[: most_samples or SAMPLES_PER_CENTROID[subspace] * partition.centroids]
+    iterations = iterations or ITERATIONS[subspace]
     head, row = chosen // heads.shape[2], chosen % heads.shape[2]
     done = 0
 

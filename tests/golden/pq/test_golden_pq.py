@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvant.golden.errors import TensorError
-from kvant.golden.pq.cache import pq_cache
+from kvant.golden.pq.cache import pq_cache, reference_attention
 from kvant.golden.pq.codebook import Codebook, Partition
 from kvant.golden.pq.encode import encode, grid_position
 from kvant.golden.pq.scores import largest_score, lookup_table, quantize_query, read_out, table_scores, value_bins
@@ -295,6 +295,30 @@ def test_rows_of_sinks_and_recent_tokens_are_int8_and_zero_in_codes_and_scores(t
     coded = torch.tensor([not each for each in int8])
     expected_mix = (torch.tensor(weights)[:, coded].double() @ values[coded].double() / scale).round().long()
     assert torch.equal(cache.mix(torch.tensor(weights)), expected_mix)
+
+
+def test_attention_by_tables_and_bins_is_the_reference():
+    rng = np.random.default_rng(9)
+    rows, q = (rng.standard_normal((2, n, 8)).astype(np.float16) for n in (60, 3))
+    books = random_codebook(rng, 8, 2, 6, heads=(2,), scale=0.02), random_codebook(rng, 8, 4, 8, heads=(2,), scale=0.02)
+    caches = [pq_cache(rows, book, group=8, sinks=4, recent=8) for book in books]
+    queries = quantize_query(q)
+    unit = queries.scale.double()[..., None]
+    scores = caches[0].scores(queries.q).double() * unit * books[0].scale.double()[:, None, None]
+    history = caches[0].history
+    for part, kept, scale in (
+        (slice(0, 4), caches[0].sink, caches[0].sink_scale),
+        (slice(52, 60), caches[0].recent, caches[0].recent_scale),
+    ):
+        scores[..., part] = (queries.q.double() * unit) @ (kept.double() * scale.double()).mT
+    weights = torch.round((scores / np.sqrt(8)).softmax(-1) * 2**30).long()  # fine enough to count as exact
+    mixed = caches[1].mix(weights).double() * books[1].scale.double()[:, None, None]
+    held = caches[1].dequantize().double()
+    others = torch.ones(60, dtype=torch.bool)
+    others[history] = False
+    mixed += weights[..., others].double() @ held[:, others]
+    found = mixed / weights.sum(-1, keepdim=True)
+    assert torch.allclose(found, reference_attention(q, *caches), rtol=1e-6, atol=1e-7)
 
 
 def test_a_code_does_not_depend_on_the_recent_window():
