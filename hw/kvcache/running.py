@@ -95,12 +95,12 @@ class RunningSums(wiring.Component):
         valid, last = Signal(3), Signal(3)
         m.d.sync += [valid.eq(Cat(self.valid, valid)), last.eq(Cat(self.last, last))]
 
-        # Cycle 1: squares, of 7 bits. Cycle 2: sums.
+        # Cycle 1: squares, below 2**14. (A magnitude would need fewer bits, but a carry chain before the product.)
+        # Cycle 2: sums.
         new = Signal(word)
         for lane in range(p.lanes):
             q = self.q[lane]
-            magnitude = Mux(q < 0, -q, q)[:7]
-            square = register(magnitude * magnitude, "square")
+            square = register((q * q)[:14], "square")
             q = register(q, "q")
             old = open_sums.old[lane]
             total = adder.add(m, f"sum_{lane}", Mux(first, 0, old.sum), q, width=p.sum_width)
