@@ -16,6 +16,11 @@ NO_HEAD = 255
 """Head of a row that names one that does not exist."""
 
 
+def unit_parameters(p: CacheParameters) -> CacheParameters:
+    """The parameters of the one unit: the heads of the keys, then as many of the values."""
+    return CacheParameters(**dict(p) | {"heads": 2 * p.heads})
+
+
 class RowArbiter(wiring.Component):
     """Two streams of rows into one, keys first, row by row.
 
@@ -115,7 +120,7 @@ class SharedCache(wiring.Component):
                 f"heads = {p.heads}: legal where keys and values share a unit are 1 to {self.MAX_HEADS}"
             )
         self.p = p
-        self.requantizer = Requantizer(CacheParameters(**dict(p) | {"heads": 2 * p.heads}), first_heads=p.heads)
+        self.requantizer = Requantizer(unit_parameters(p), first_heads=p.heads)
         both = self.requantizer.p
         super().__init__(
             {

@@ -7,17 +7,12 @@ import numpy as np
 
 from kvant.hw.kvcache.layouts import PageAddress
 from kvant.hw.kvcache.parameters import CacheParameters
-from kvant.hw.kvcache.shared import SharedCache
+from kvant.hw.kvcache.shared import unit_parameters
 from kvant.sim.kvcache.requantizer import Row, row_transfers, rows_stimulus
 from kvant.sim.streams import Stimulus, Trace
 
 STATUS = ("nonfinite", "error", "full", "saturated", "k_stall_cycles", "v_stall_cycles", "busy_cycles")
 """Plain outputs that every simulation reads at its end."""
-
-
-def both(p: CacheParameters) -> CacheParameters:
-    """The parameters of the one unit, whose heads are those of the keys, then those of the values."""
-    return SharedCache(p).requantizer.p
 
 
 def stimulus(
@@ -34,7 +29,7 @@ def stimulus(
 
     Heads count from 0 in *keys* and in *values*; those of the tables and requests are the unit's.
     """
-    plain = rows_stimulus(both(p), [], tables, windows=windows, sinks=sinks, peeks=peeks)
+    plain = rows_stimulus(unit_parameters(p), [], tables, windows=windows, sinks=sinks, peeks=peeks)
     ports = {"k": row_transfers(p, keys), "v": row_transfers(p, values)}
     last = "v" if values else "k"
     return replace(
@@ -43,6 +38,16 @@ def stimulus(
         status=STATUS,
         after={"k": ("cfg", len(tables)), "v": ("cfg", len(tables)), "peek": (last, len(ports[last]["data"]))},
     )
+
+
+def paced(p: CacheParameters, tables: Sequence[int], period: int) -> list[int]:
+    """Pauses of a port on which a row comes every *period* cycles, without a pause in it, once the tables are there.
+
+    A row that has begun keeps the unit: pauses in it would be those of the other port too.
+    """
+    begin = len(tables) + p.row_transfers  # tables take a cycle each
+    row = {(begin + transfer) % period for transfer in range(p.row_transfers)}
+    return [int(cycle not in row) for cycle in range(period)]
 
 
 def window_latencies(p: CacheParameters, trace: Trace, keys: Sequence[Row]) -> np.ndarray:
