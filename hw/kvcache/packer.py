@@ -285,9 +285,10 @@ class MetaWords(wiring.Component):
         names = ("scale", "coefficient", "offset")
         entry = data.StructLayout({name: GroupMeta()[name].shape for name in names if name in self.layout.planes})
 
-        # At most one job for each buffer: the queue is never full.
+        # At most one job for each buffer, and one place more, since a full memory may stand before an output register
+        # that is empty for a cycle: the queue is never full.
         buffers = _buffers(self.layout) * p.heads
-        m.submodules.jobs = jobs = fifo.SyncFIFOBuffered(width=_Job(p, self.layout).size, depth=buffers)
+        m.submodules.jobs = jobs = fifo.SyncFIFOBuffered(width=_Job(p, self.layout).size, depth=buffers + 1)
         new = Signal(_Job(p, self.layout))
         m.d.comb += [
             new.open.eq(self.open),
