@@ -12,7 +12,8 @@ import torch
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import Footprint, Store, View, by_kv_head, causal_mask, to_port
 from kvant.golden.kvcache.integer import WEIGHT_SCALE, int8_group
-from kvant.golden.pq.cache import check_recent, pq_cache
+from kvant.golden.kvcache.spatial import int8_rows
+from kvant.golden.pq.cache import check_recent, fresh_rows, pq_cache
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.scores import quantize_query
 
@@ -44,10 +45,9 @@ class Pq(Store):
     recent: int = 0
 
     def view(self, layer: int, x: torch.Tensor) -> View:
-        x, tokens = to_port(x), x.shape[-2]
-        common = {"group": self.group, "mean": None if self.mean is None else self.mean[layer]}
-        coded = pq_cache(x, self.codebooks[layer], sinks=self.sinks, **common).dequantize()
-        return View(coded, pq_cache(x, self.codebooks[layer], sinks=tokens, **common).dequantize())
+        x, mean = to_port(x), None if self.mean is None else self.mean[layer]
+        coded = pq_cache(x, self.codebooks[layer], group=self.group, mean=mean, sinks=self.sinks).dequantize()
+        return View(coded, int8_rows(*fresh_rows(x, self.group, mean), self.group))
 
     def footprint(self, head_dim: int) -> Footprint:
         fresh = 8 + 16 * math.ceil(head_dim / self.group) / head_dim

@@ -114,6 +114,13 @@ def check_recent(recent: int) -> int:
     return recent
 
 
+def fresh_rows(x: torch.Tensor, group: int, mean) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 groups along the head, i8 [..., T, d] and f16 [..., T, ceil(d/G)], of fp16 rows, as in `pq_cache`."""
+    rows = centred(x, None if mean is None else channel_vector(mean, "mean", x))
+    q, scale = int8_groups(to_groups(rows, group))
+    return from_groups(q, x.shape[-1]), scale
+
+
 def pq_cache(
     x, codebook: Codebook, *, group: int = 64, mean=None, sinks: int = 0, recent: int = 0, name: str = "x"
 ) -> PqCache:
@@ -137,12 +144,10 @@ def pq_cache(
     x = as_tensor(x, name, (torch.float16,))
     check_group(group), check_sinks(sinks), check_recent(recent)
     codes = encode(x, codebook, mean=mean, name=name)
-    tokens, d = x.shape[-2:]
+    tokens = x.shape[-2]
     sinks = min(sinks, tokens)
     history = max(sinks, tokens - recent)
-    rows = centred(x, None if mean is None else channel_vector(mean, "mean", x))
-    q, scale = int8_groups(to_groups(rows, group))
-    q = from_groups(q, d)
+    q, scale = fresh_rows(x, group, mean)
     codes[..., :sinks, :] = 0
     codes[..., history:, :] = 0
     return PqCache(
