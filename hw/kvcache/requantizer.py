@@ -420,7 +420,7 @@ class Requantizer(wiring.Component):
         with m.Switch(item.kind):
             for kind, limit in limits.items():
                 with m.Case(kind):
-                    m.d.comb += fits.eq(item.index < limit)
+                    m.d.comb += fits.eq(item.index < limit if limit else 0)
             with m.Case(Table.END):
                 m.d.comb += [fits.eq(1), ended.eq(write.valid)]
         m.d.comb += misplaced.eq(write.valid & ~(fits & (item.head < p.heads)))

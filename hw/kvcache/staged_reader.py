@@ -100,7 +100,7 @@ class StagedReader(wiring.Component):
         m = Module()
         row, head, ring_row = Signal(16), Signal(8), Signal(range(self.ring_rows))
         missing, closed = Signal(), Signal()  # no such row; no such window
-        wait = Signal(range(self.drain + 1))
+        rest = Signal(range(self.drain + 1))
         word = Signal(range(max(2, p.row_transfers)))
         word_end = word == p.row_transfers - 1
         read = Signal()  # or, of a missing row, the cycle in which it would be read
@@ -116,8 +116,8 @@ class StagedReader(wiring.Component):
             queue.enter.eq(read),
             queue.tag.eq(word_end),
         ]
-        with m.If(wait != 0):
-            m.d.sync += wait.eq(wait - 1)
+        with m.If(rest != 0):
+            m.d.sync += rest.eq(rest - 1)
         with m.FSM():
             with m.State("IDLE"):
                 m.d.comb += [
@@ -126,7 +126,7 @@ class StagedReader(wiring.Component):
                     self.hold_head.eq(self.request.payload.data.head),
                 ]
                 m.d.sync += [row.eq(self.request.payload.data.row), head.eq(self.request.payload.data.head)]
-                m.d.sync += [wait.eq(self.drain), word.eq(0)]
+                m.d.sync += [rest.eq(self.drain), word.eq(0)]
                 with m.If(self.request.valid):
                     m.next = "FIND"
             with m.State("FIND"):
@@ -148,7 +148,7 @@ class StagedReader(wiring.Component):
                 m.next = "DRAIN"
             with m.State("DRAIN"):
                 m.d.comb += self.hold.eq(1)
-                with m.If((wait == 0) | self.drained):
+                with m.If((rest == 0) | self.drained):
                     m.next = "READ"
             with m.State("READ"):
                 m.d.comb += [self.hold.eq(1), read.eq(self.free & queue.room)]

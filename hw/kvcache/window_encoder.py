@@ -107,6 +107,12 @@ class SumsReader(wiring.Component):
                 m.d.sync += held.eq(value)
             return held
 
+        def choose(values, index):
+            """The one of *values*, a power of two of them, that *index* names."""
+            for bit in index:
+                values = [Mux(bit, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
+            return values[0]
+
         # Cycle 0: which channel; the first one of a word reads it.
         active, last, word_end = Signal(), Signal(), Signal()
         lane, word = Signal(range(max(2, p.lanes))), Signal(range(max(2, p.row_transfers)))
@@ -144,11 +150,10 @@ class SumsReader(wiring.Component):
         near = min(self._PICKED_AT_ONCE, p.lanes)
         near_bits = near.bit_length() - 1
         picked = [
-            register(Cat(channels[k : k + near]).word_select(lane_1[:near_bits], width), "picked")
-            for k in range(0, p.lanes, near)
+            register(choose(channels[k : k + near], lane_1[:near_bits]), "picked") for k in range(0, p.lanes, near)
         ]
         lane_2 = register(lane_1[near_bits : p.lanes.bit_length() - 1], "lane")
-        channel = register(Cat(picked).word_select(lane_2, width), "channel")
+        channel = register(choose(picked, lane_2), "channel")
 
         sums = data.View(ChannelSums(p), channel[: width - 16])
         out = self.o.payload
