@@ -1,4 +1,4 @@
-"""Pictures of the demo: levels over weights, errors side by side, activity of the array."""
+"""Pictures of the demo: levels over weights, errors side by side, activity of the array; what the caches hold."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,13 +92,97 @@ def _draw_errors(axes, errors: Mapping[str, float], highlighted: str):
 
 
 def _draw_activity(axes, activity: Mapping[str, Sequence[int]], use: float):
+    _draw_streams(axes, activity)
+    axes.set_title(f"One token through the array: use {100 * use:.1f} %", loc="left", fontsize=11)
+
+
+def cache_figure(
+    path: Path,
+    *,
+    title: str,
+    channel: str,
+    original: np.ndarray,
+    held: np.ndarray,
+    group: int,
+    errors: Mapping[str, tuple[float, float]],
+    activity: Mapping[str, Sequence[int]],
+    stalls: int,
+):
+    """Draw the picture of the caches as a PNG.
+
+    Parameters
+    ----------
+    path : Path
+        File to write.
+    title, channel : str
+        What was cached; the channel that is drawn.
+    original, held : ndarray [T]
+        The channel, and what the cache holds of it.
+    group : int
+        Tokens of a window; those behind the last full one are INT8.
+    errors : mapping
+        Of each cache, by its label, bits and error as a fraction. Labels that end in ``RTL`` are drawn in colour.
+    activity : mapping
+        Of each stream, by its label, the cycles in which it transferred.
+    stalls : int
+        Cycles in which a row waited.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK}
+    with pyplot.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = pyplot.figure(figsize=(12, 9), layout="constrained")
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+        top, middle, bottom = figure.subfigures(3, 1, height_ratios=(1, 1.1, 0.8))
+        _draw_channel(top.subplots(), channel, original, held, group)
+        _draw_cache_errors(middle.subplots(), errors)
+        axes = bottom.subplots()
+        _draw_streams(axes, activity)
+        axes.set_title(
+            f"Rows in, blocks out: a window is requantised while the next one fills; {stalls} stall cycles",
+            loc="left",
+            fontsize=11,
+        )
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+
+
+def _draw_channel(axes, channel: str, original: np.ndarray, held: np.ndarray, group: int):
+    full = len(original) // group * group
+    for start in range(0, full, 2 * group):
+        axes.axvspan(start, start + group, color="#f1f4f7", zorder=0)
+    axes.plot(original, color=PLAIN, linewidth=2.2, label="fp16")
+    axes.step(range(full), held[:full], where="mid", color=HIGHLIGHT, linewidth=1, label="4-bit windows")
+    axes.step(range(full, len(held)), held[full:], where="mid", color="#c2410c", linewidth=1, label="open window, INT8")
+    axes.set_xlim(0, len(original))
+    axes.set_xlabel("token")
+    axes.set_title(channel, loc="left", fontsize=11)
+    axes.legend(ncols=3, loc="upper right", frameon=False)
+
+
+def _draw_cache_errors(axes, errors: Mapping[str, tuple[float, float]]):
+    names = list(errors)[::-1]
+    values = [100 * errors[name][1] for name in names]
+    colours = [HIGHLIGHT if name.endswith("RTL") else PLAIN for name in names]
+    axes.barh([f"{name}, {errors[name][0]:.2f} bits" for name in names], values, color=colours, height=0.62)
+    for row, value in enumerate(values):
+        axes.text(value, row, f" {value:.1f} %", va="center")
+    axes.set_xlim(0, 1.15 * max(values))
+    axes.set_title("Error of what the cache holds", loc="left", fontsize=11)
+    axes.set_xlabel("root of squared error over squared rows, in percent")
+    axes.tick_params(axis="y", length=0)
+
+
+def _draw_streams(axes, activity: Mapping[str, Sequence[int]]):
     names = list(activity)
     for row, name in enumerate(names):
         axes.broken_barh(runs(activity[name]), (row - 0.34, 0.68), color=HIGHLIGHT if row == 0 else PLAIN)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, 1 + max(max(cycles) for cycles in activity.values()))
-    axes.set_title(f"One token through the array: use {100 * use:.1f} %", loc="left", fontsize=11)
+    axes.set_xlim(0, 1 + max(max(cycles) for cycles in activity.values() if len(cycles)))
     axes.set_xlabel("clock cycle")
     axes.tick_params(axis="y", length=0)
 

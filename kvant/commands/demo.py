@@ -1,4 +1,4 @@
-"""``kvant demo``: a weight tile of a real model through the generated RTL, compared, drawn and summarised."""
+"""``kvant demo``: weights, keys and values of a real model through the generated RTL, compared, drawn, summarised."""
 
 import os
 import shutil
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant import cache_demo
 from kvant.options import ConfigOption, SetOption, Simulator, SimulatorOption
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from kvant.cache_demo import CacheDemo
     from kvant.config import Config
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.slice import Tile
@@ -81,7 +83,7 @@ def register(app: typer.Typer):
         overrides: SetOption = None,
         simulator: SimulatorOption = Simulator.VERILATOR,
     ):
-        """Real weights through the RTL, compared bit for bit with the golden model and summarised."""
+        """Real weights, keys and values through the RTL, compared bit for bit with the golden model and summarised."""
         from rich.console import Console
 
         from kvant import config
@@ -133,22 +135,47 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         values = compare(weights, x, prefill) + compare(weights, x[:1], decode)
         say(f"{values} values, every bit equal")
 
+    caches = _run_caches(chosen, simulator, step)
+
     with step("Files written") as say:
         _write_tensors(folder, arrays, prefill)
         draw(folder / "demo.png", tile, weights, chosen, errors, decode)
+        if caches is not None:
+            cache_demo.write_tensors(folder, caches)
+            draw_caches(folder / "cache.png", caches)
         say(", ".join(sorted(file.name for file in folder.iterdir())))
 
     rtl_error = relative_error(prefill.arrays["y"], tile.weight, x)
     console.print()
     console.print(_format_table(errors, rtl_error))
     console.print(_run_table(p, (prefill, decode), simulator))
+    pictures = [shown_folder / "demo.png"]
+    if caches is not None:
+        console.print(_cache_table(caches))
+        pictures.append(shown_folder / "cache.png")
+        values += sum(run.values for run in caches.runs)
     console.print(
         f"The RTL equals the golden model in every bit of {values} values. "
-        f"Picture: {shown_folder / 'demo.png'}. {step.seconds:.0f} s.",
+        f"Picture{'s' * (len(pictures) > 1)}: {', '.join(map(str, pictures))}. {step.seconds:.0f} s.",
         soft_wrap=True,
         highlight=False,
         style="bold",
     )
+
+
+def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "CacheDemo | None":
+    """Keys and values through the caches, or one line that says why not."""
+    reason = cache_demo.skip_reason(chosen)
+    if reason is not None:
+        with step("Keys and values") as say:
+            say(f"skipped, {reason}")
+        return None
+    with step(f"Keys and values of layer {cache_demo.LAYER} on {simulator}, compared with the golden model") as say:
+        done: list[str] = []
+        caches = cache_demo.run_caches(chosen, simulator, done.append)
+        stalls = sum(run.stalls for run in caches.runs)
+        say(f"{'; '.join(done)}: {len(caches.keys)} tokens each, every bit equal, {stalls} stall cycles")
+    return caches
 
 
 def quantise(tile: "Tile", calibration: "np.ndarray", chosen: "Config") -> "QuantizedWeights":
@@ -274,6 +301,31 @@ def draw(
     )
 
 
+def draw_caches(path: Path, caches: "CacheDemo"):
+    """Write the picture of the caches."""
+    import numpy as np
+
+    from kvant import plots
+
+    values = caches.runs[-1]
+    spread = np.abs(caches.values.astype(np.float32)).std(0)
+    channel = int(np.argsort(spread)[len(spread) // 2])
+    streams = {"rows in": "v", "codes out": "codes", "scales and coefficients out": "meta"}
+    first = min(caches.trace.cycles["v"])
+    errors = {f"{run.label}: M-ANT, RTL": (run.bits, run.error) for run in caches.runs} | caches.integers
+    plots.cache_figure(
+        path,
+        title=f"Keys and values of SmolLM2-135M-Instruct, layer {cache_demo.LAYER}, head {cache_demo.HEAD}",
+        channel=f"Channel {channel} of the values, windows of {caches.group} tokens",
+        original=caches.values[:, channel].astype(np.float32),
+        held=values.rows[:, channel],
+        group=caches.group,
+        errors=dict(sorted(errors.items())),
+        activity={label: np.array(caches.trace.cycles[stream]) - first for label, stream in streams.items()},
+        stalls=values.stalls,
+    )
+
+
 def _int8_values(x: "np.ndarray", group: int) -> "np.ndarray":
     """Activations as the hardware sees them: INT8 groups, as float64 [tokens, K]."""
     from kvant.golden.numeric.int8 import quantize_int8
@@ -319,6 +371,26 @@ def _run_table(p, runs: tuple[Run, ...], simulator: str) -> "Table":
     }
     for name, value in rows.items():
         table.add_row(name, *map(value, runs))
+    return table
+
+
+def _cache_table(caches: "CacheDemo") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"Caches of {len(caches.keys)} tokens, layer {cache_demo.LAYER}", title_justify="left")
+    for heading in ("cache", "bits", "error", "cycles per row", "stall cycles"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for run in caches.runs:
+        cells = (f"{run.bits:.2f}", f"{100 * run.error:.1f} %", f"{run.cycles_per_row:.2f}", str(run.stalls))
+        table.add_row(f"{run.label}: M-ANT, from the RTL", *cells, style="bold")
+    for label, (bits, error) in caches.integers.items():
+        table.add_row(label, f"{bits:.2f}", f"{100 * error:.1f} %", "", "")
+    table.caption = (
+        f"Bits of a full page; the caches keep {cache_demo.SINKS} sinks and the open window as INT8. Tables come from "
+        f"the other heads of the layer, mean and floors from the first {cache_demo.PREFILL} tokens, a prefill that "
+        "passes twice along time."
+    )
+    table.caption_justify = "left"
     return table
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvant import config, plots
+from kvant import cache_demo, config, plots
 from kvant.commands import demo
 from kvant.errors import ComparisonError
 from kvant.golden.linear.engine import multiply
@@ -48,8 +48,19 @@ def test_demo_reports_equality_errors_and_array_use(finished):
 
 def test_demo_leaves_design_tensors_and_a_picture(finished):
     _, folder = finished
-    assert sorted(file.name for file in folder.iterdir()) == ["demo.png", "in.npz", "linear.sv", "out.npz"]
-    assert (folder / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "cache.png",
+        "cache_in.npz",
+        "demo.png",
+        "in.npz",
+        "keys_along_head.npz",
+        "keys_along_time.npz",
+        "linear.sv",
+        "out.npz",
+        "values_along_time.npz",
+    ]
+    for picture in ("demo.png", "cache.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
     assert "module linear(" in (folder / "linear.sv").read_text()
 
 
@@ -60,6 +71,23 @@ def test_outputs_of_the_demo_are_those_of_real_weights(finished):
     assert given["x"].tobytes() == tile.activations[demo.CALIBRATION_TOKENS :].tobytes()
     assert got["y"].shape == (len(given["x"]), len(tile.weight))
     assert demo.relative_error(got["y"], tile.weight, given["x"]) < 0.05
+
+
+def test_caches_of_the_demo_hold_real_keys_and_values_without_a_stall(finished):
+    text, folder = finished
+    keys, _ = cache_demo.real_rows()
+    assert np.load(folder / "cache_in.npz")["keys"].tobytes() == keys.tobytes()
+    for name in ("keys_along_time", "values_along_time"):
+        got = np.load(folder / f"{name}.npz")
+        assert got["stall_cycles"] == 0
+        assert len(got["codes"]) + len(got["staged"]) == len(keys)
+    for words in ("keys, along the head: M-ANT", "values, along time: M-ANT", "stall cycles"):
+        assert words in text
+
+
+def test_demo_says_why_it_shows_no_caches():
+    assert "group = 48" in cache_demo.skip_reason(config.load(None, ["group=48"]))
+    assert cache_demo.skip_reason(config.load()) is None
 
 
 def test_mant_has_the_least_error_of_the_formats_shown(finished):
