@@ -166,6 +166,18 @@ def test_a_page_may_end_early(count):
         assert last == ([0] * (per_page - 1) + [1]) * SLOTS
 
 
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 33])
+def test_blocks_may_end_in_cycles_that_follow_each_other(count):
+    """A group a cycle, and a page whose last block has one group: metadata of two blocks are queued at once."""
+    p = CacheParameters(group=8, lanes=8, head_dim=8)
+    rng = np.random.default_rng(SEED + count)
+    groups = [g for page in range(SLOTS) for g in page_of(rng, [8], count, page=page)]
+    for group in groups[::3]:
+        group.flush = True
+    pack(p, groups, count)
+    pack(p, groups, count, stall={"meta": 0.8})
+
+
 @pytest.mark.parametrize("stall", [0.0, 0.8])
 @pytest.mark.parametrize("dropped_at", [1, 7, 16, 20])
 def test_a_page_that_begins_drops_what_was_open(dropped_at, stall):
