@@ -1,6 +1,6 @@
 """Staged rows of a cache along time: written row by row, read channel by channel."""
 
-from amaranth.hdl import Cat, Module, Signal, signed
+from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -15,9 +15,7 @@ def rotate(m: Module, lanes: list, amount, name: str) -> list:
         moved = []
         for k in range(len(lanes)):
             lane = Signal.like(lanes[0], name=f"{name}_{bit}_{k}")
-            m.d.comb += lane.eq(lanes[k])
-            with m.If(amount[bit]):
-                m.d.comb += lane.eq(lanes[k - (1 << bit)])
+            m.d.comb += lane.eq(Mux(amount[bit], lanes[k - (1 << bit)], lanes[k]))
             moved.append(lane)
         lanes = moved
     return lanes
@@ -104,14 +102,10 @@ class WindowBuffer(wiring.Component):
         rows = []
         for bank in range(p.lanes):
             row = Signal(range(p.lanes), name=f"read_row_{bank}")
-            m.d.comb += row.eq(self.read_address[:bits])
-            with m.If(~self.read_row):
-                m.d.comb += row.eq(bank - self.read_lane)
+            m.d.comb += row.eq(Mux(self.read_row, self.read_address[:bits], bank - self.read_lane))
             rows.append(register(row, "read_row"))
         turn = Signal(range(p.lanes))
-        m.d.comb += turn.eq(-self.read_lane)
-        with m.If(self.read_row):
-            m.d.comb += turn.eq(-self.read_address[:bits])
+        m.d.comb += turn.eq(-Mux(self.read_row, self.read_address[:bits], self.read_lane))
         turn = register(turn, "turn", cycles=3)
 
         # Cycle 1: the banks. Cycle 2: their answers, which are slow, into registers. Cycle 3: turned back.
