@@ -225,7 +225,9 @@ def test_case_11_stored_windows_do_not_depend_on_the_prefill_under_a_dominating_
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("windows", [1, 2, 3])
+@pytest.mark.parametrize(
+    "windows", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("past", [-1, 0, 1])
 def test_case_13_eviction_keeps_the_last_windows(windows, past):
     p = parameters(capacity=8 * windows, evict=True)

@@ -47,7 +47,7 @@ def test_known_answers_on_verilator(path, stall):
 
 
 def test_known_answer_on_icarus():
-    arrays, right = read(FOLDER / "vcache_all_sinks_prefill.npz")
+    arrays, right = read(FOLDER / "vcache_moment_group32.npz")
     result = BLOCK.simulate(arrays, simulator="icarus")
     assert_equal(result, right)
     assert result["stall_cycles"] == 0
