@@ -37,7 +37,8 @@ class StagedReader(wiring.Component):
     """Answers requests for rows of open windows, one after the other, in cycles in which nobody else reads.
 
     A request sees every row that was taken before it. While it waits, the window that it asks for may become full;
-    the encoder then holds that window back (`hold`), so that its rows stay. The elements of a row that the window does
+    the encoder then holds that window back (`hold_window`), so that its rows stay, and a row that starts a sequence of
+    the head waits (`hold`). The elements of a row that the window does
     not have are 0; of a head without a staged row in its sequence the scales are 0 too, and `error` rises.
 
     Parameters
@@ -56,6 +57,8 @@ class StagedReader(wiring.Component):
         No row is on its way to the buffer.
     hold, hold_head : out
         A request is under way.
+    hold_window, hold_base : out
+        The window of the head that begins at this row of the ring is still to be read.
     free : in
         This cycle may be used to read.
     read, read_address : out
@@ -83,6 +86,8 @@ class StagedReader(wiring.Component):
                 "drained": In(1),
                 "hold": Out(1),
                 "hold_head": Out(8),
+                "hold_window": Out(1),
+                "hold_base": Out(range(ring_rows)),
                 "free": In(1),
                 "read": Out(1),
                 "read_address": Out(range(max(2, self.words * ring_rows))),
@@ -131,27 +136,29 @@ class StagedReader(wiring.Component):
                     m.next = "FIND"
             with m.State("FIND"):
                 # The rows of a window do not wrap round more than once.
+                # A window that becomes full in these cycles is not with the encoder before they are over.
                 m.d.comb += self.hold.eq(1)
                 place = self.status.base + row[: len(self.status.staged)]
                 m.d.sync += [
+                    self.hold_base.eq(self.status.base),
                     missing.eq(row >= self.status.staged),
                     closed.eq(self.status.state != SequenceState.OPEN),
                     ring_row.eq(Mux(place >= self.ring_rows, place - self.ring_rows, place)),
                 ]
                 m.next = "PLACE"
             with m.State("PLACE"):
-                m.d.comb += [self.hold.eq(1), self.error.eq(closed)]
+                m.d.comb += [self.hold.eq(1), self.hold_window.eq(1), self.error.eq(closed)]
                 m.d.sync += [
                     self.scale_address.eq(head * p.row_transfers),
                     self.read_address.eq(head * (p.row_transfers * self.ring_rows) + ring_row),
                 ]
                 m.next = "DRAIN"
             with m.State("DRAIN"):
-                m.d.comb += self.hold.eq(1)
+                m.d.comb += [self.hold.eq(1), self.hold_window.eq(1)]
                 with m.If((rest == 0) | self.drained):
                     m.next = "READ"
             with m.State("READ"):
-                m.d.comb += [self.hold.eq(1), read.eq(self.free & queue.room)]
+                m.d.comb += [self.hold.eq(1), self.hold_window.eq(1), read.eq(self.free & queue.room)]
                 with m.If(read):
                     m.d.sync += [
                         word.eq(word + 1),

@@ -328,8 +328,8 @@ class WindowEncoder(wiring.Component):
     windows : in stream of `ClosedWindow`
     grids : in stream of `TaggedGrid` with a `GridTag`
         Of the windows' channels, in order.
-    hold, hold_head : in
-        Begin no window of this head.
+    hold, hold_head, hold_base : in
+        Do not begin the window of this head that begins at this row of the ring.
     read, read_address, read_lane : out
         To `WindowBuffer`.
     q : in
@@ -362,6 +362,7 @@ class WindowEncoder(wiring.Component):
                 "grids": In(stream.Signature(TaggedGrid(GridTag()))),
                 "hold": In(1),
                 "hold_head": In(8),
+                "hold_base": In(range(ring_rows)),
                 "read": Out(1),
                 "read_address": Out(range(max(2, self.depth))),
                 "read_lane": Out(range(p.lanes)),
@@ -416,6 +417,8 @@ class WindowEncoder(wiring.Component):
         beat_end, word_end, window_end, channel_end = Signal(), Signal(), Signal(), Signal()
         tail_lanes = p.head_dim - (p.row_transfers - 1) * p.lanes
         in_last_word = word == p.row_transfers - 1
+        next_window = self.windows.payload
+        held = self.hold & (self.hold_head == next_window.head) & (self.hold_base == next_window.base)
         m.d.comb += [
             self.read.eq(active & (available != 0) & codes.room),
             self.read_address.eq(word_address + row),
@@ -426,9 +429,7 @@ class WindowEncoder(wiring.Component):
             window_end.eq(channel_end & word_end & in_last_word),
             self.release.eq(window_end),
             self.release_head.eq(window.head),
-            self.windows.ready.eq(
-                (~active | window_end) & owners.w_rdy & ~(self.hold & (self.hold_head == self.windows.payload.head))
-            ),
+            self.windows.ready.eq((~active | window_end) & owners.w_rdy & ~held),
             begin.eq(self.windows.valid & self.windows.ready),
         ]
         m.d.sync += available.eq(available + take_grid - channel_end)

@@ -3,6 +3,7 @@
 Most runs use Amaranth's simulator, in which every block RAM without collision logic watches its ports (case 41).
 """
 
+import dataclasses
 import functools
 import re
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_collisions import asserted_memories
 
+from kvant.golden.kvcache.temporal import stage_rows
 from kvant.hw.kvcache.layouts import Table
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.kvcache.requantizer import Requantizer
@@ -544,6 +546,27 @@ def right(part, token):
     """A row as it is staged."""
     whole = Sequence(part.p, part.v[: token // part.p.group * part.p.group + part.p.group - 1], part.prefill, part.head)
     return whole.golden["staged"][token % part.p.group]
+
+
+def test_requests_without_a_pause_cost_a_window_no_more_than_the_reading_of_a_row():
+    p = parameters(head_dim=8)
+    part = Sequence(p, random_values(1, 20 * p.group + 3, p.head_dim, seed=3)[0], 3)
+    traces = []
+    for requests in (0, 60):
+        stimulus = sim.rows_stimulus(p, part.rows, part.tables, windows=20, sinks=0, peeks=[(0, 1)] * requests)
+        # The first request finds two staged rows; from then on there is always one.
+        after = stimulus.after | {"peek": ("v", (2 * part.prefill) * p.row_transfers)}
+        stimulus = dataclasses.replace(stimulus, after=after)
+        traces.append(simulate(lambda: Requantizer(p), "vcache", stimulus, simulator="amaranth"))
+    without, beside = traces
+    assert without.status["stall_cycles"] == 0
+    assert beside.status["stall_cycles"] <= 20 * p.row_transfers
+    for stream in ("codes", "meta"):
+        assert beside.transfers[stream] == without.transfers[stream]
+    answers, _ = sim.staged_rows(p, beside)
+    staged = stage_rows(part.v, part.prefill, group=p.group, floor=part.floor).q.numpy()
+    legal = {row.tobytes() for row in staged[1 :: p.group]} | {bytes(p.head_dim)}  # or there is no such row yet
+    assert len(answers) == 60 and {row.tobytes() for row in answers} <= legal
 
 
 def test_requests_for_windows_that_are_not_open_are_errors_answered_with_zeros():
