@@ -10,7 +10,7 @@ from kvant.hw.kvcache.result_queue import ResultQueue
 from kvant.hw.numeric.codes import MAGNITUDES, decode_coefficient
 from kvant.hw.numeric.division import SharedDivisions
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, leading_zeros, shift_left, shift_right_sticky
-from kvant.hw.numeric.int8_quantizer import unpack
+from kvant.hw.numeric.int8_quantizer import Magnitude, unpack
 from kvant.hw.parameters import check_integer
 
 LIMITS = MAGNITUDES - 1
@@ -139,7 +139,7 @@ class GridFit(wiring.Component):
         peak = register(item.peak, "peak")
         step = register(Mux(kind.linear, 128, item.coefficient[:7]), "step")  # a'
         linear = register(kind.linear, "linear")
-        s8 = unpack(register(item.scale[:15], "s8"))
+        s8 = data.View(Magnitude(), register(unpack(item.scale[:15]).as_value(), "s8"))
 
         # Cycle 2: the products with the peak, and M.
         steps = register(step * peak, "steps")
