@@ -1,11 +1,14 @@
 """Small repairs of the Verilog text that Yosys writes, where a simulator or lint would complain."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 _INITIAL_WORD = re.compile(r"( +)([\w$]+)\[(\d+)\] = (\d+'[hd][0-9a-f]+);")
 _DECLARATION = re.compile(r"  (?:(?:input|output|inout) )?(?:wire|reg)?(?: signed)? ?(\[\d+:0\] )?(\w+)(?: = .*)?;")
 _SELECT = re.compile(r"\b([A-Za-z_]\w*)\[(\d+)(?::(\d+))?\]")
+_ASSIGNMENT = re.compile(r"( +)(\w+)(\[[\d:]+\])? = ")
+_NEXT_STATE = re.compile(r"    (?:if \(.*\) |else )?\w+(?:\[.*\])? <= \w+;")
 _NOT = re.compile(r"! ?([A-Za-z_]\w*)(\[\d+:\d+\])?(?=[;)])")
 
 
@@ -14,6 +17,9 @@ def polish(verilog: str) -> str:
 
     - Runs of equal initial memory words become a loop.
     - Slices that ``always_comb`` reads get a wire of their own: Icarus 11 cannot be sensitive to a slice.
+    - An ``always_comb`` that overrides a default works on a variable and assigns its target once, at the end: the
+      target would show both values, and an event simulator chases such glitches round any loop of whole signals
+      for ever, although no bit depends on itself. Where only registers read the target this does not matter.
     - ``!vector`` becomes ``~| vector``, the same function of more than one bit.
     - Attributes of statements and the note on the tool are dropped.
     """
@@ -67,10 +73,54 @@ def _polish_module(module: str) -> str:
         width = "" if low is None else f"[{int(high) - int(low)}:0] "
         declarations.append(f"  wire {width}{name};")
     assignments = [f"  assign {name} = {select};" for select, name in wires.items()]
+    result, variables = _assign_once(result, names)
     end = max(index for index, line in enumerate(result) if line == "endmodule")
     head = next(index for index, line in enumerate(result) if line.endswith(");"))
-    result = [*result[: head + 1], *declarations, *result[head + 1 : end], *assignments, *result[end:]]
+    result = [*result[: head + 1], *declarations, *variables, *result[head + 1 : end], *assignments, *result[end:]]
     return "\n".join(result) + "\n"
+
+
+def _assign_once(lines: list[str], names: set[str]) -> tuple[list[str], list[str]]:
+    """The lines of a module, with the blocks rewritten that assign a target several times, and new declarations.
+
+    *names* are in use.
+    """
+    ranges = {match[2]: match[1] or "" for line in lines if (match := _DECLARATION.fullmatch(line)) is not None}
+    read = Counter()  # lines in which a name stands, declarations and the registers' own inputs apart
+    for line in lines:
+        if _NEXT_STATE.fullmatch(line) is None and _DECLARATION.fullmatch(line) is None:
+            read.update(set(re.findall(r"[A-Za-z_]\w*", line)))
+    result, declarations, block = [], [], None
+    for line in lines:
+        if line == "  always_comb begin":
+            block = []
+        elif block is not None and line == "  end":
+            target = _overridden(block)
+            own = sum(target in re.findall(r"[A-Za-z_]\w*", row) for row in block)
+            if target is not None and read[target] > own:
+                name = f"{target.strip('_')}_next"
+                while name in names or not name[0].isalpha():
+                    name = f"value_{name}"
+                names.add(name)
+                declarations.append(f"  reg {ranges[target]}{name};")
+                block = [_ASSIGNMENT.sub(rf"\g<1>{name}\g<3> = ", row) for row in block]
+                block.append(f"    {target} = {name};")
+            result += ["  always_comb begin", *block, "  end"]
+            block = None
+        elif block is not None:
+            block.append(line)
+        else:
+            result.append(line)
+    return result, declarations
+
+
+def _overridden(block: list[str]) -> str | None:
+    """The one target of a block that assigns all of it first and overrides it later; None for another block."""
+    targets = [match for row in block if (match := _ASSIGNMENT.match(row)) is not None]
+    first = targets[0]
+    if len(targets) < 2 or len(first[1]) > 4 or first[3] or any(match[2] != first[2] for match in targets):
+        return None
+    return first[2]
 
 
 def _fold_initial_words(lines: list[str]) -> Iterator[str]:

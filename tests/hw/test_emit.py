@@ -1,9 +1,10 @@
 """Emission: names, ports, determinism, lint, and several designs together."""
 
 import re
+import subprocess
 
 import pytest
-from amaranth.hdl import Module, Signal, signed
+from amaranth.hdl import Cat, Module, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from stream_components import Accumulator, Ram, Scale
@@ -261,3 +262,52 @@ def test_illegal_name_is_refused(name):
     component._MustUse__silence = True  # it is refused before it is elaborated
     with pytest.raises(ParameterError, match=r"name = .*: legal is a letter"):
         emit(component, name)
+
+
+class FalseLoop(wiring.Component):
+    """Two signals that depend on bits of each other, while no bit depends on itself."""
+
+    def __init__(self):
+        super().__init__({"select": In(1), "x": In(1), "y": Out(2)})
+
+    def elaborate(self, platform):
+        m = Module()
+        a, b = Signal(2), Signal(2)
+        with m.If(self.select):
+            m.d.comb += [a.eq(Cat(self.x, b[0])), b.eq(Cat(self.x, a[0]))]
+        m.d.comb += self.y.eq(Cat(a[1], b[1]))
+        return m
+
+
+LOOP_BENCH = """
+module bench;
+  reg select = 0, x = 0;
+  wire [1:0] y;
+  loop top(.select(select), .x(x), .y(y));
+  initial begin
+    #1 select = 1; x = 1;
+    #1 $display("y = %b", y);
+    $finish(0);
+  end
+endmodule
+"""
+
+
+def test_icarus_does_not_chase_overridden_defaults_round_a_loop_of_whole_signals(tmp_path):
+    design = emit(FalseLoop(), "loop")
+    (tmp_path / "loop.sv").write_text(design.verilog + LOOP_BENCH)
+    subprocess.run(["iverilog", "-g2012", "-s", "bench", "-o", "loop.vvp", "loop.sv"], cwd=tmp_path, check=True)
+    run = subprocess.run(
+        ["vvp", "-n", "loop.vvp"], cwd=tmp_path, timeout=30, capture_output=True, text=True, check=True
+    )
+    assert "y = 11" in run.stdout
+
+
+def test_a_target_that_is_read_is_assigned_once_in_its_block():
+    text = emit(FalseLoop(), "loop").verilog
+    blocks = re.findall(r"  always_comb begin\n(.*?)\n  end\n", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        *_, last = block.splitlines()
+        target = re.fullmatch(r"    (\w+) = \w+_next;", last)[1]
+        assert len(re.findall(rf"\b{target} = ", block)) == 1
