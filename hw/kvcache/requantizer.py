@@ -21,6 +21,7 @@ from kvant.hw.numeric.centring import Centring
 from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.int8_quantizer import FP16_MAX
+from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import check_integer
 
 
@@ -52,10 +53,13 @@ class Timing:
         before it.
     ring_rows : int
         Rows of a head's ring: two windows, and as many as arrive until `first_read`.
+    windows : int
+        Windows that wait between the reader of their sums and the encoder: as many as become full meanwhile, at least.
     """
 
-    _QUEUES = 7
-    """From a window's completion to the reader of sums, and from a grid to the reading that it allows."""
+    _QUEUES = 10
+    """From a window's completion to the reader of sums, from there to the chain of grids, and from a grid to the
+    reading that it allows."""
 
     def __init__(self, p: CacheParameters):
         port_rule = Centring.latency if p.centred else 0
@@ -67,6 +71,7 @@ class Timing:
         self.first_read = self.written + self._QUEUES + SumsReader.latency + GridChain.latency_of(p)
         rows = 2 * p.group + ceil_div(self.first_read + 4, p.row_transfers)
         self.ring_rows = ceil_div(rows, p.lanes) * p.lanes
+        self.windows = 3 + ceil_div(self.first_read, p.group * p.row_transfers)
 
 
 class Requantizer(wiring.Component):
@@ -324,7 +329,7 @@ class Requantizer(wiring.Component):
         ]
 
         # Closed windows go to the reader of their sums and, behind it, to the encoder.
-        m.submodules.windows = windows = fifo.SyncFIFOBuffered(width=closed.shape().size, depth=4)
+        m.submodules.windows = windows = fifo.SyncFIFOBuffered(width=closed.shape().size, depth=timing.windows)
         window, hand_over = pending.o.payload, Signal()
         m.d.comb += [
             reader.i.valid.eq(pending.o.valid & windows.w_rdy),
@@ -345,7 +350,14 @@ class Requantizer(wiring.Component):
             scales.look_address[0].eq(reader.read_address),
             reader.scales.eq(scales.look[0]),
         ]
-        wiring.connect(m, reader.o, chain.i)
+        # The chain's `ready` depends on much of it: it ends at a register.
+        m.submodules.read_sums = read_sums = OutputQueue(reader.o.payload.shape())
+        m.d.comb += [
+            read_sums.valid.eq(reader.o.valid),
+            read_sums.payload.eq(reader.o.payload),
+            reader.o.ready.eq(read_sums.advance),
+        ]
+        wiring.connect(m, read_sums.o, chain.i)
         wiring.connect(m, chain.o, encoder.grids)
         wiring.connect(m, encoder.o, packer.i)
         wiring.connect(m, packer.codes, wiring.flipped(self.codes))
