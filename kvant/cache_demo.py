@@ -275,17 +275,23 @@ def _cache_run(label: str, arrays: dict[str, np.ndarray], held: np.ndarray, rows
 
 
 def _integers(keys: np.ndarray, values: np.ndarray, group: int) -> dict[str, tuple[float, float]]:
-    """Bits and error of integer groups on the rows in full windows, sinks left out as the caches do."""
-    from kvant.golden.formats.baselines import INT4, INT4_ASYMMETRIC
+    """Bits and error of integer groups under the rules of the caches: the same sinks, an open window of INT8."""
+    import torch
 
+    from kvant.golden.formats.baselines import INT4, INT4_ASYMMETRIC
+    from kvant.golden.kvcache.attention import Int8Head
+    from kvant.golden.kvcache.baselines import GroupedStore
+
+    fresh = Int8Head(group)
+    stores = {
+        "along the head: INT4": GroupedStore(INT4, group, False, fresh, SINKS),
+        "along time: INT4 with zero point": GroupedStore(INT4_ASYMMETRIC, group, True, fresh, SINKS, group),
+    }
     result = {}
     for name, rows in (("keys", keys), ("values", values)):
-        for number_format, place in ((INT4, "along the head"), (INT4_ASYMMETRIC, "along time")):
-            matrix = rows.astype(np.float32)
-            stored = number_format.quantize(matrix if place == "along the head" else matrix.T.copy(), group)
-            held = stored.values.numpy() if place == "along the head" else stored.values.numpy().T
-            kind = "INT4" if number_format is INT4 else "INT4 with zero point"
-            result[f"{name}, {place}: {kind}"] = stored.bits, _error(held, rows)
+        for label, store in stores.items():
+            held = store.view(LAYER, torch.from_numpy(rows.astype(np.float32))).finished.numpy()
+            result[f"{name}, {label}"] = store.footprint(rows.shape[1]).history, _error(held, rows)
     return result
 
 

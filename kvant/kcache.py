@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.linear import compare
 from kvant.tensors import ArraySpec, check_arrays
-
-if TYPE_CHECKING:
-    pass
 
 ARRAYS = [
     ArraySpec("k", "float16", ("T", "d"), required=True),

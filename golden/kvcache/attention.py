@@ -21,6 +21,9 @@ from kvant.golden.numeric.int8 import int8_groups
 from kvant.golden.numeric.rounding import FP16_MAX
 from kvant.golden.numeric.tensors import from_groups, to_groups
 
+TRAILER_BYTES = 16
+"""What a page has behind its groups."""
+
 
 class View(NamedTuple):
     """Rows as a query meets them.
@@ -156,7 +159,8 @@ class MantHead(_Calibrated):
     def footprint(self, head_dim: int) -> Footprint:
         groups = math.ceil(head_dim / self.group)
         bits = 4 + 24 * groups / head_dim
-        return Footprint(bits, bits, 8 + 16 * groups / head_dim, 1, self.sinks)
+        page = 8 * TRAILER_BYTES / (self.group * head_dim)  # a page is as many tokens as a group has elements
+        return Footprint(bits, bits, 8 + 16 * groups / head_dim, 1, self.sinks, page)
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class MantTime(_Calibrated):
         elements = self.group * head_dim
         history = 4 + 16 / self.group + (8 / self.group if self.offset else 0)
         history += 8 / elements if self.shared_coefficient else 8 / self.group
-        trailer = 128 - (8 if self.shared_coefficient else 0)  # 16 bytes, which hold a shared coefficient
+        trailer = 8 * TRAILER_BYTES - (8 if self.shared_coefficient else 0)  # it holds a shared coefficient
         sink = 8 + 16 * math.ceil(head_dim / self.group) / head_dim
         return Footprint(history, 8, sink, self.group, self.sinks, trailer / elements, 16)
 

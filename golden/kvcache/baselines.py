@@ -41,7 +41,8 @@ class GroupedStore(Store):
         fresh, tokens = self.fresh.view(layer, x).fresh, x.shape[-2]
         if self.along_time:
             rows = x.clone()
-            rows[..., : self.sinks, :] = rows[..., self.sinks : self.sinks + 1, :]  # a copy changes no extreme
+            if tokens > self.sinks:
+                rows[..., : self.sinks, :] = rows[..., self.sinks : self.sinks + 1, :]  # a copy changes no extreme
             full = tokens // self.window * self.window
             groups = to_groups(rows[..., :full, :].mT, self.format.group_size(self.group))
             finished = torch.cat((from_groups(self._stored(groups), full).mT, fresh[..., full:, :]), dim=-2)

@@ -10,6 +10,7 @@ import math
 
 import torch
 
+from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import MantTime, by_kv_head, causal_mask, spans, to_port
 from kvant.golden.kvcache.temporal import Staging, TemporalCache
 from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, decode, largest_level
@@ -34,9 +35,19 @@ class IntegerAttention:
     ----------
     keys, values : MantTime
         With the same group and sinks.
+
+    Raises
+    ------
+    TensorError
+        When they differ in one of these.
     """
 
     def __init__(self, keys: MantTime, values: MantTime):
+        if (keys.group, keys.sinks) != (values.group, values.sinks):
+            raise TensorError(
+                f"group, sinks = {keys.group}, {keys.sinks} of keys and {values.group}, {values.sinks} of values: "
+                "legal are equal ones"
+            )
         self.keys, self.values = keys, values
 
     def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ minimum alone is several times faster than a minimum with its place.
 import torch
 
 _BLOCK = 1 << 17  # numbers that stay in a core's cache: 1 MiB
-_EXACT = 1 << 53
 
 
 def nearest(points: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:

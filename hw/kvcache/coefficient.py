@@ -147,10 +147,12 @@ class ThresholdSearch(wiring.Component):
     -------
     write : in
         Changes the thresholds.
-    valid, ready, index, limit, moment, head : in
-        A group with what earlier steps made of its index, and ``limit = (count * peak)^2``. ``ready`` does not depend
-        on ``valid``.
-    o_valid, o_index, o_limit, o_moment, o_head : out
+    i : in
+        valid, index, limit, moment, head: a group with what earlier steps made of its index, and
+        ``limit = (count * peak)^2``.
+    ready : out
+        It is taken; does not depend on ``i.valid``.
+    o : out
         The group afterwards.
     """
 

@@ -188,7 +188,9 @@ class Requantizer(wiring.Component):
 
         # Table port
         write = Signal(TableEntryWrite())
-        ended, misplaced = self._tables(m, write)
+        started = Signal()  # low in reset, in which nothing may be taken
+        m.d.sync += started.eq(1)
+        ended, misplaced = self._tables(m, write, started)
         errors.append(misplaced)
         m.d.comb += [
             control.end.eq(ended),
@@ -198,8 +200,6 @@ class Requantizer(wiring.Component):
         ]
 
         # Port of rows. Only a row's first transfer may have to wait for more than the sinks.
-        started = Signal()
-        m.d.sync += started.eq(1)
         in_row, take = Signal(), Signal()
         word = Signal(range(max(2, p.row_transfers)))
         held_plan, plan = Signal(RowPlan(p, ring_rows)), Signal(RowPlan(p, ring_rows))
@@ -269,7 +269,7 @@ class Requantizer(wiring.Component):
         for lane in range(p.lanes):
             surplus = at_tail if lane >= tail_lanes else 0
             m.d.comb += finite[lane].eq(Mux(surplus, 0, elements[lane]))
-        with m.If((special & (staging[timing.elements] | scanning[timing.elements])).any()):
+        with m.If(special.any() & (staging[timing.elements] | scanning[timing.elements])):
             m.d.sync += self.nonfinite.eq(1)
 
         # Scales, and the division by them.
@@ -365,7 +365,11 @@ class Requantizer(wiring.Component):
         m.d.comb += [control.release.eq(encoder.release), control.release_head.eq(encoder.release_head)]
 
         # The buffer is read by the encoder and, where that does not, for the port of staged rows.
-        wiring.connect(m, wiring.flipped(self.peek), peeks.request)
+        m.d.comb += [
+            peeks.request.valid.eq(self.peek.valid & started),
+            peeks.request.payload.eq(self.peek.payload),
+            self.peek.ready.eq(peeks.request.ready & started),
+        ]
         wiring.connect(m, peeks.o, wiring.flipped(self.staged))
         m.d.comb += [
             control.status_head.eq(peeks.status_head),
@@ -416,12 +420,12 @@ class Requantizer(wiring.Component):
             m.d.sync += self.error.eq(1)
         return m
 
-    def _tables(self, m: Module, write: Signal):
+    def _tables(self, m: Module, write: Signal, started: Signal):
         """Takes table writes: whether a sequence is ended, and whether one had no place."""
         p = self.p
         ended, misplaced = Signal(), Signal()
-        m.d.comb += self.cfg.ready.eq(1)
-        m.d.sync += [write.valid.eq(self.cfg.valid), write.data.eq(self.cfg.payload.data)]
+        m.d.comb += self.cfg.ready.eq(started)
+        m.d.sync += [write.valid.eq(self.cfg.valid & started), write.data.eq(self.cfg.payload.data)]
         item = write.data
         limits = {
             Table.COEFFICIENT: TABLE_ENTRIES,

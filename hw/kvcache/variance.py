@@ -339,8 +339,8 @@ class VarianceUnit(wiring.Component):
             Elements of the group.
         tag : tag_shape
     error : out
-        Pulse: a transfer had no elements or claimed more than there are lanes, or a group grew longer than `group`.
-        Its result has no meaning; the next group is not affected.
+        A transfer had no elements or claimed more than there are lanes, or a group grew longer than `group`: high for
+        one cycle, or as long as the receiver then stalls. Its result has no meaning; the next group is not affected.
 
     Raises
     ------

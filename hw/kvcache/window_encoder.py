@@ -339,8 +339,6 @@ class WindowEncoder(wiring.Component):
     o : out stream of `PackerInput`
     error : out
         One cycle: a channel's coefficient is not legal.
-    idle : out
-        No window is under way.
     """
 
     _GRIDS = 8
@@ -371,7 +369,6 @@ class WindowEncoder(wiring.Component):
                 "release_head": Out(8),
                 "o": Out(stream.Signature(PackerInput(p))),
                 "error": Out(1),
-                "idle": Out(1),
             }
         )
 
@@ -500,7 +497,6 @@ class WindowEncoder(wiring.Component):
             out.user.eq(owned),
             metas.r_en.eq(self.o.valid & self.o.ready & out.last),
             owners.r_en.eq(metas.r_en & out.page_end),
-            self.idle.eq(~active & ~self.windows.valid & ~owners.r_rdy & (owners.level == 0)),
         ]
         return m
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant import cache_demo
 from kvant.options import ConfigOption, SetOption, Simulator, SimulatorOption
 
 if TYPE_CHECKING:
@@ -141,6 +140,8 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         _write_tensors(folder, arrays, prefill)
         draw(folder / "demo.png", tile, weights, chosen, errors, decode)
         if caches is not None:
+            from kvant import cache_demo
+
             cache_demo.write_tensors(folder, caches)
             draw_caches(folder / "cache.png", caches)
         say(", ".join(sorted(file.name for file in folder.iterdir())))
@@ -165,6 +166,8 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
 
 def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "CacheDemo | None":
     """Keys and values through the caches, or one line that says why not."""
+    from kvant import cache_demo
+
     reason = cache_demo.skip_reason(chosen)
     if reason is not None:
         with step("Keys and values") as say:
@@ -305,7 +308,7 @@ def draw_caches(path: Path, caches: "CacheDemo"):
     """Write the picture of the caches."""
     import numpy as np
 
-    from kvant import plots
+    from kvant import cache_demo, plots
 
     values = caches.runs[-1]
     spread = np.abs(caches.values.astype(np.float32)).std(0)
@@ -376,6 +379,8 @@ def _run_table(p, runs: tuple[Run, ...], simulator: str) -> "Table":
 
 def _cache_table(caches: "CacheDemo") -> "Table":
     from rich.table import Table
+
+    from kvant import cache_demo
 
     table = Table(title=f"Caches of {len(caches.keys)} tokens, layer {cache_demo.LAYER}", title_justify="left")
     for heading in ("cache", "bits", "error", "cycles per row", "stall cycles"):

@@ -96,7 +96,7 @@ def evaluate(
     ] = None,
     formats: Annotated[
         str | None,
-        typer.Option(metavar="A,B,...", help="Cache formats, or 'list'.", show_default="those that can be"),
+        typer.Option(metavar="A,B,...", help="Cache formats, or 'list'.", show_default="the usual ones that can be"),
     ] = None,
     group: Annotated[
         int | None, typer.Option(min=8, help="Elements of a group.", show_default="that of the tables, or 64")
@@ -344,8 +344,9 @@ def _job(checkpoint, pieces, names, settings: "CacheSettings", quantised) -> str
         for vector in (books.key_mean, *(p for _, b in sorted(books.books.items()) for p in (b.entries, b.scale))):
             state.update(vector.contiguous().numpy().tobytes())
     for name, w in (quantised.tensors if quantised is not None else {}).items():
-        for plane in (w.codes, w.scale, w.coefficient):
-            state.update(name.encode() + plane.contiguous().numpy().tobytes())
+        state.update(f"{name} {w.group}".encode())
+        for plane in (w.codes, w.scale, w.coefficient, *([] if w.int8 is None else [w.int8])):
+            state.update(plane.contiguous().numpy().tobytes())
     return state.hexdigest()
 
 
@@ -359,21 +360,20 @@ class _Finished:
         if self.path is None:
             return
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        if lines and lines[0] == job:
-            for line in lines[1:]:
-                self._read(line)
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(job + "\n", encoding="utf-8")
+        kept = [line for line in lines[1:] if self._read(line)] if lines and lines[0] == job else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(f"{line}\n" for line in (job, *kept)), encoding="utf-8")
 
-    def _read(self, line: str) -> None:
+    def _read(self, line: str) -> bool:
+        """Takes what a line says; False for one that an interrupt cut off."""
         from kvant.golden.models.evaluate import Losses
 
         try:
             entry = json.loads(line)
             self._known[entry["window"]] = {name: Losses(**sums) for name, sums in entry["losses"].items()}
-        except (ValueError, KeyError, TypeError):  # a line cut off by the interrupt
-            return
+        except (ValueError, KeyError, TypeError):
+            return False
+        return True
 
     def get(self, number: int) -> "dict[str, Losses] | None":
         """Losses of a window, if it is done."""

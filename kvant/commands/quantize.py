@@ -443,19 +443,6 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
     return configuration, windows
 
 
-def cache_tables(
-    checkpoint: "Checkpoint", windows: Sequence, recipe: Recipe, progress: Callable[[int, int], None] | None = None
-) -> "CacheTables":
-    """Fit the tables of the caches alone, from calibration windows of token numbers."""
-    from kvant.golden.kvcache.calibration import CacheCalibrator
-    from kvant.golden.models.calibration import observe_layers
-
-    calibrator = CacheCalibrator(group=recipe.group, sinks=recipe.sinks, statistic=recipe.statistic)
-    for _, observers in observe_layers(checkpoint, windows, calibrator.observer, progress):
-        calibrator.add(observers)
-    return calibrator.result()
-
-
 def codebook_calibrator(recipe: Recipe, checkpoint: "Checkpoint"):
     """What trains the codebooks of a recipe, or None.
 

@@ -31,12 +31,6 @@ def weights(seed, outputs, inputs, spread=0.02):
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def levels_used(approximation, w, group):
-    """Values of a format over its group's absmax, per group."""
-    values = approximation.values.reshape(-1, group)
-    return values / w.reshape(-1, group).abs().amax(1, keepdim=True)
-
-
 def test_names_and_bits_per_element():
     bits = {name: f.bits(4096, 64) for name, f in FORMATS.items()}
     assert bits == {

@@ -517,7 +517,7 @@ def test_seeded_fault_of_the_packer_is_found(tmp_path, monkeypatch, fault):
 
 
 def test_seeded_fault_of_the_window_buffer_is_found(tmp_path):
-    dut_class = mutant(WindowBuffer, "turn.eq(-self.read_lane)", "turn.eq(self.read_lane)")
+    dut_class = mutant(WindowBuffer, "turn.eq(-Mux(", "turn.eq(Mux(")
     proof = WindowBufferProof(CacheParameters(group=8, lanes=4, head_dim=4), 8, dut_class=dut_class)
     passed, _ = check(proof, tmp_path, mode="bmc", depth=10)
     assert not passed

@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from page_groups import beats, expected, page_of, random_group
+from verilog_checks import lint, yosys
 
 from kvant.hw.emit import emit
 from kvant.hw.kvcache import packer
@@ -15,8 +17,6 @@ from kvant.sim.errors import SimulationError
 from kvant.sim.kvcache.pages import PageMemory
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
-from tests.helpers.page_groups import beats, expected, page_of, random_group
-from tests.helpers.verilog_checks import lint, yosys
 
 # A component whose parameters are refused is never elaborated.
 pytestmark = pytest.mark.filterwarnings("ignore::amaranth.hdl.UnusedElaboratable")
@@ -228,7 +228,7 @@ def test_a_metadata_set_reused_too_early_is_caught(monkeypatch):
     monkeypatch.setattr(packer, "MetaWords", Hasty)
     p = CacheParameters(group=8, lanes=8)
     with pytest.raises((AssertionError, SimulationError)):
-        pack(p, page_of(np.random.default_rng(SEED), [8], 100), 100, stall={"meta": 0.9})
+        pack(p, page_of(np.random.default_rng(SEED), [8], 400), 400, stall={"meta": 0.97})
 
 
 @pytest.mark.parametrize("options", [{}, {"heads": 4, "offset": True, "lanes": 64}, {"group": 8, "shared_coeff": True}])

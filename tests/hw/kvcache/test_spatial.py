@@ -217,8 +217,8 @@ def test_case_16_unknown_memory_reaches_no_output():
     """Every memory of the design begins as X; a short sequence, after tables and means are written."""
 
     def forget(verilog):
-        text, count = re.subn(r"^ *(\S+)\[\d+\] = \d+'h[0-9a-fx]+;\n", "", verilog, flags=re.MULTILINE)
-        assert count > 100
+        text, count = re.subn(r"  initial begin\n(?:    .*\n)+?  end\n", "", verilog)
+        assert count > 5
         return text
 
     p = CacheParameters(head_dim=20, group=16, lanes=8, heads=3, sinks=1, centred=True)
