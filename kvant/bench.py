@@ -30,8 +30,11 @@ def transfers(stream: dict) -> list[dict[str, int]]:
     return [{port: int(values[i], 16) for port, values in columns.items()} for i in range(stream["count"])]
 
 
-async def play(dut, name: str, stream: dict, stall: float, pick: random.Random) -> None:
-    """Offer all transfers of an input; valid stays until ready."""
+async def play(dut, name: str, stream: dict, stall: float, pick: random.Random, done: dict[str, int]) -> None:
+    """Offer all transfers of an input; valid stays until ready. It begins when `after` says so."""
+    other, count = stream.get("after", (name, 0))
+    while done[other] < count:
+        await RisingEdge(dut.clk)
     for values in transfers(stream):
         while pick.random() < stall:
             await RisingEdge(dut.clk)
@@ -47,11 +50,12 @@ async def play(dut, name: str, stream: dict, stall: float, pick: random.Random) 
                 break
         else:
             raise AssertionError(f"stream {name}: not ready for {IDLE_LIMIT} cycles")
+        done[name] += 1
         if stream["valid"]:
             getattr(dut, stream["valid"]).value = 0
 
 
-async def check(dut, name: str, stream: dict, stall: float, pick: random.Random) -> None:
+async def check(dut, name: str, stream: dict, stall: float, pick: random.Random, done: dict[str, int]) -> None:
     """Take all transfers of an output and compare them."""
     for index, expected in enumerate(transfers(stream)):
         for _ in range(IDLE_LIMIT):
@@ -67,6 +71,7 @@ async def check(dut, name: str, stream: dict, stall: float, pick: random.Random)
                 break
         else:
             raise AssertionError(f"stream {name}: not valid for {IDLE_LIMIT} cycles, {index} transfers seen")
+        done[name] += 1
         for port, value in expected.items():
             assert seen[port] == value, f"{port}, transfer {index}: {seen[port]:#x} instead of {value:#x}"
     if stream["ready"]:
@@ -89,10 +94,10 @@ async def streams_match_vectors(dut, stall: float) -> None:
         await RisingEdge(dut.clk)
     dut.rst.value = 0
     await RisingEdge(dut.clk)
-    tasks = []
+    tasks, done = [], dict.fromkeys(VECTORS["streams"], 0)
     for name, stream in VECTORS["streams"].items():
         work = play if stream["direction"] == "input" else check
-        tasks.append(cocotb.start_soon(work(dut, name, stream, stall, random.Random(name))))
+        tasks.append(cocotb.start_soon(work(dut, name, stream, stall, random.Random(name), done)))
     await Combine(*tasks)
     for _ in range(16):
         await RisingEdge(dut.clk)

@@ -4,7 +4,7 @@ Two streams of writes leave: codes, which need no memory inside, and words of me
 until a block of 16 groups is complete. So groups of several heads may take turns.
 """
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.hdl import Array, Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import data, fifo, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -521,11 +521,16 @@ class BlockPacker(wiring.Component):
                 write.data.eq(next_open),
                 write.en.eq(store),
             ]
+        # The buffers take turns whatever the pages do, so they alone need a beginning, which a memory may not have.
+        buffers = Array(Signal(range(_buffers(layout)), name=f"buffer_{number}") for number in range(p.heads))
+        for number, buffer in enumerate(buffers):
+            with m.If(store & (head == number)):
+                m.d.sync += buffer.eq(next_open.buffer)
         closes = Signal()
         m.d.comb += [
             open_block.group.eq(Mux(beat.page_start, 0, known.group)),
             open_block.base.eq(Mux(beat.page_start, 0, known.base)),
-            open_block.buffer.eq(known.buffer),
+            open_block.buffer.eq(buffers[head]),
             closes.eq((open_block.group == BLOCK_GROUPS - 1) | beat.page_end),
             next_open.group.eq(Mux(closes, 0, open_block.group + 1)),
             next_open.base.eq(open_block.base + Mux(closes, layout.block_bytes // UNIT_BYTES, 0)),

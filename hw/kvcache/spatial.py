@@ -464,7 +464,10 @@ class SpatialCache(wiring.Component):
         # The transfer at the port waits in a register.
         held = Signal(key_input(p), reset_less=True)
         held_valid, take = Signal(), Signal()
-        m.d.comb += self.k.ready.eq(running & (~held_valid | take))
+        # A row waits until the table writes before it are in their memories.
+        written = Signal(3)
+        m.d.sync += written.eq(Cat(self.cfg.valid & self.cfg.ready, written))
+        m.d.comb += self.k.ready.eq(running & ~written.any() & (~held_valid | take))
         with m.If(self.k.ready):
             m.d.sync += [held_valid.eq(self.k.valid), held.eq(self.k.payload)]
 

@@ -136,6 +136,8 @@ def bench_files(design: "Design", vectors: "Vectors") -> dict[str, str]:
             "count": len(plan.values[stream_name]) if is_input else plan.expect.get(stream_name, 0),
             "transfers": columns,
         }
+        if stream_name in plan.after:
+            streams[stream_name]["after"] = list(plan.after[stream_name])
     values = {
         "streams": streams,
         "constants": {port: f"{value:x}" for port, value in plan.constants.items()},

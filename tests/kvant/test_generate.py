@@ -240,3 +240,17 @@ def test_linear_block_is_clean_and_its_bench_passes(generate, tmp_path):
     assert (lint.returncode, lint.stdout + lint.stderr) == (0, "")
     result = run_bench(tmp_path, "icarus")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        ("kcache", ["group=8", "head_dim=8", "lanes=8", "sinks=3", "centred=true"]),
+        ("vcache", ["group=8", "head_dim=10", "lanes=4", "sinks=3", "heads=2", "capacity=64"]),
+    ],
+)
+def test_bench_of_a_cache_keeps_the_order_of_its_streams(kvant, tmp_path, block, options):
+    settings = [word for option in options for word in ("--set", option)]
+    assert kvant("generate", block, "-o", tmp_path / "out", "--bench", *settings).returncode == 0
+    result = run_bench(tmp_path / "out", "icarus")
+    assert result.returncode == 0, result.stdout + result.stderr

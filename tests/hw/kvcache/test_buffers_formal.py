@@ -497,12 +497,6 @@ PACKER_FAULTS = {
         False,
     ),
     "beats of two groups share a word": ("CodeWords", "slot == slots - 1", "slot == slots", False),
-    "a short group lacks its last word": (
-        "CodeWords",
-        "with m.If(zero_words != 0)",
-        "with m.If(zero_words > 1)",
-        False,
-    ),
     "metadata leave before they are complete": ("MetaWords", "job_head)", "job_head ^ 1)", False),
     "metadata of a flush are late": ("MetaWords", "was_known, read.data", "known, read.data", False),
 }

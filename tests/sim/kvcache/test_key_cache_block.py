@@ -85,6 +85,18 @@ def test_adversarial_keys(statistic, centred):
         assert not result["codes"][[0, 8]].any() and (result["scale"][8] == 0).all()
 
 
+def test_a_row_of_one_transfer_right_behind_its_tables_sees_them():
+    rng = np.random.default_rng(SEED)
+    for seed_rows in range(3):
+        arrays = {
+            "k": rng.standard_normal((20, 8)).astype(np.float16),
+            "mean": rng.standard_normal(8).astype(np.float16),
+            "sinks": np.array(seed_rows),
+        }
+        result = BLOCK.simulate(arrays, overrides=["lanes=8", "group=8"], simulator="amaranth")
+        assert result["codes"].shape == (20, 8)
+
+
 HEAD_SIZES = (64, 80, 96, 100, 128, 160, 256)
 SHAPES = ((32, 32), (64, 8), (128, 16))
 
