@@ -45,7 +45,7 @@ def paced(p: CacheParameters, tables: Sequence[int], period: int) -> list[int]:
 
     A row that has begun keeps the unit: pauses in it would be those of the other port too.
     """
-    begin = len(tables) + p.row_transfers  # tables take a cycle each
+    begin = 1 + len(tables) + p.row_transfers  # tables take a cycle each, from the second one after reset on
     row = {(begin + transfer) % period for transfer in range(p.row_transfers)}
     return [int(cycle not in row) for cycle in range(period)]
 
