@@ -1,6 +1,6 @@
 """Which row of a cache along time goes where: sequences, windows, the ring of staged rows and the ring of pages."""
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value
+from amaranth.hdl import Array, Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, enum, memory, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -165,37 +165,28 @@ class SequenceControl(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        with m.FSM() as fsm:
+        with m.FSM():
             with m.State("EMPTY"):
+                m.d.comb += self.state.eq(SequenceState.EMPTY)
                 with m.If(self.begin & ~self.end):
                     m.next = "SCAN"
             with m.State("SCAN"):
+                m.d.comb += self.state.eq(SequenceState.SCAN)
                 with m.If(self.end):
                     m.next = "EMPTY"
                 with m.Elif(self.stage):
                     m.next = "OPEN"
             with m.State("OPEN"):
+                m.d.comb += self.state.eq(SequenceState.OPEN)
                 with m.If(self.end):
                     m.next = "EMPTY"
                 with m.Elif(self.begin):
                     m.next = "SCAN"
-        # Of the states alone, without a default that is overridden: Icarus chases such a glitch for ever.
-        m.d.comb += self.state.eq(Cat(fsm.ongoing("SCAN"), fsm.ongoing("OPEN")))
         with m.If(self.close & ~self.release):
             m.d.sync += self.pending.eq(self.pending + 1)
         with m.If(self.release & ~self.close):
             m.d.sync += self.pending.eq(self.pending - 1)
         return m
-
-
-def _of_head(values, head):
-    """The one of *values* that belongs to *head*; the last one, if there is none."""
-    values = [Value.cast(value) for value in values]
-    for bit in head:
-        values = [*values, values[-1]] if len(values) % 2 and len(values) > 1 else values
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = [Mux(bit, odd, even) for even, odd in pairs] if len(values) > 1 else values
-    return values[0]
 
 
 class WindowControl(wiring.Component):
@@ -337,8 +328,8 @@ class WindowControl(wiring.Component):
         known, legal, opens, ring_full, page_missing = (Signal() for _ in range(5))
         now = Signal(head_counters)
         m.d.comb += [
-            state.eq(_of_head(states, take_head)),
-            pending.eq(_of_head(pendings, take_head)),
+            state.eq(Array(states)[take_head]),
+            pending.eq(Array(pendings)[take_head]),
             read.addr.eq(take_head),
             now.eq(read.data),
             known.eq(self.request.head < p.heads),
@@ -422,12 +413,12 @@ class WindowControl(wiring.Component):
             seen_head.eq(self.status_head),
             look.addr.eq(seen_head),
             seen.eq(look.data),
-            seen_state.eq(_of_head(states, seen_head)),
+            seen_state.eq(Array(states)[seen_head]),
             oldest.eq(seen.number - seen.held),
         ]
         m.d.sync += self.status.eq(0)
         with m.If(self.status_head < p.heads):
-            m.d.sync += [self.status.state.eq(seen_state), self.status.pending.eq(_of_head(pendings, seen_head))]
+            m.d.sync += [self.status.state.eq(seen_state), self.status.pending.eq(Array(pendings)[seen_head])]
             with m.If(seen_state == SequenceState.OPEN):
                 m.d.sync += [
                     self.status.staged.eq(seen.window_row),
