@@ -104,13 +104,6 @@ def connect_choice(m: Module, queue: ResultQueue, o) -> None:
     ]
 
 
-def delayed_valid(m: Module, valid: Value, cycles: int) -> Value:
-    """*valid* as it was *cycles* cycles ago, 0 after reset."""
-    delayed = Signal(cycles, name="valids")
-    m.d.sync += delayed.eq(Cat(valid, delayed))
-    return delayed[-1]
-
-
 class Moment(data.StructLayout):
     """What a choice depends on: second moment (times ``count^2``), peak and size of a group, its head, and a tag."""
 
@@ -262,15 +255,16 @@ class CoefficientChoice(wiring.Component):
         For an interval that is not a positive integer, or a count outside 1 .. group.
     """
 
+    # Two cycles for the limit, the search, the coefficient.
+    _to_queue = 2 + INDEX_BITS * ThresholdSearch.LENGTH + TableMemory.latency
+    latency = _to_queue + ResultQueue.latency
+
     def __init__(self, p: CacheParameters, tag_shape, interval: int, *, counts: Collection[int] | None = None):
         self.p = p
         self.interval = check_integer("interval", interval, 1)
         self.counts = check_counts(p, counts)
         self.tag_shape = tag_shape
         self.rings = {1: 4, 2: 2, 3: 2}.get(interval, 1)
-        # To the queue: two cycles for the limit, the search, the coefficient.
-        self._depth_latency = 2 + INDEX_BITS * ThresholdSearch.LENGTH + TableMemory.latency
-        self.latency = self._depth_latency + ResultQueue.latency
         super().__init__(
             {
                 "write": In(TableEntryWrite()),
@@ -284,7 +278,7 @@ class CoefficientChoice(wiring.Component):
         m = Module()
         register = Pipeline(m).register
         # A ring full of groups makes one more wait for up to its length.
-        depth = ResultQueue.depth_for(self._depth_latency + ThresholdSearch.LENGTH, self.interval)
+        depth = ResultQueue.depth_for(self._to_queue + ThresholdSearch.LENGTH, self.interval)
         m.submodules.queue = queue = result_queue(self.tag_shape, depth)
         connect_choice(m, queue, self.o)
 
@@ -337,7 +331,7 @@ class CoefficientChoice(wiring.Component):
             coefficients.write.eq(self.write),
             coefficients.head.eq(found.head),
             coefficients.index.eq(found.index),
-            queue.push.eq(delayed_valid(m, found.valid, coefficients.latency)),
+            queue.push.eq(Pipeline(m).valid(found.valid, cycles=coefficients.latency)),
             queue.result.index.eq(register(found.index, "index", cycles=coefficients.latency)),
             queue.result.coefficient.eq(coefficients.entry),
         ]
@@ -447,7 +441,7 @@ class SharedChoice(wiring.Component):
             coefficients.write.eq(self.write),
             coefficients.head.eq(register(vote.head, "head", cycles=3)),
             coefficients.index.eq(index),
-            queue.push.eq(delayed_valid(m, queue.enter, self._to_queue)),
+            queue.push.eq(Pipeline(m).valid(queue.enter, cycles=self._to_queue)),
             queue.result.index.eq(register(index, "index", cycles=coefficients.latency)),
             queue.result.coefficient.eq(coefficients.entry),
         ]

@@ -11,11 +11,11 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.kvcache.layouts import PageWrite
 from kvant.hw.kvcache.page import ADDRESS_BITS, SCALE_BYTES, TIMESTAMP_BYTES, PageLayout
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS, UNIT_BYTES, CacheParameters, ceil_div
+from kvant.hw.numeric.codes import CODE_BITS
 
 META_BITS = 8 * UNIT_BYTES
 """Width of a metadata word."""
 
-CODE_BITS = 4
 LEAST_WORD_BITS = 32
 
 _MAX_BANKS = 8  # what a word of scales needs
@@ -456,11 +456,16 @@ class BlockPacker(wiring.Component):
 
     latency = 2
 
+    @staticmethod
+    def word_bits_along_time(p: CacheParameters) -> int:
+        """Bits of a word of codes where all groups are full; along the head it may be wider."""
+        return max(p.port_bits, CODE_BITS * p.lanes, LEAST_WORD_BITS)
+
     def __init__(self, p: CacheParameters, page_groups: int, *, along_head: bool = True):
         self.p = p
         self.layout = PageLayout(p, page_groups)
         self.along_head = along_head
-        self.word_bits = max(p.port_bits, CODE_BITS * p.lanes, LEAST_WORD_BITS)
+        self.word_bits = self.word_bits_along_time(p)
         while along_head and not self._fills_in_time():
             self.word_bits *= 2
         super().__init__(

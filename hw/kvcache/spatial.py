@@ -17,6 +17,7 @@ from kvant.hw.kvcache.statistics import GroupStatistic
 from kvant.hw.kvcache.variance import VarianceUnit
 from kvant.hw.numeric.centring import Centring
 from kvant.hw.numeric.codes import CODE_BITS
+from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.int8_quantizer import Int8Quantizer, quantizer_input
 from kvant.hw.numeric.output_queue import OutputQueue
 
@@ -98,13 +99,7 @@ class MeanStage(wiring.Component):
             self.i.ready.eq(advance),
         ]
 
-        def register(value, name, *, cycles=1):
-            for _ in range(cycles):
-                held = Signal.like(value, name=name, reset_less=True)
-                with m.If(advance):
-                    m.d.sync += held.eq(value)
-                value = held
-            return value
+        register = Pipeline(m, enable=advance).register
 
         valids = Signal(self.latency - 1)
         with m.If(advance):
@@ -279,13 +274,7 @@ class KeyCoder(wiring.Component):
         wiring.connect(m, queue.o, wiring.flipped(self.o))
         advance = queue.advance
 
-        def register(value, name, *, cycles=1):
-            for _ in range(cycles):
-                held = Signal.like(value, name=name, reset_less=True)
-                with m.If(advance):
-                    m.d.sync += held.eq(value)
-                value = held
-            return value
+        register = Pipeline(m, enable=advance).register
 
         row_beat, group_beat = Signal(range(max(2, p.row_transfers))), Signal(range(max(2, p.group_transfers)))
         in_first_group = Signal(init=1)

@@ -8,6 +8,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.kvcache.layouts import GroupSums
 from kvant.hw.kvcache.parameters import CacheParameters
+from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.parameters import ParameterError, check_integer
 
 
@@ -125,13 +126,7 @@ class GroupStatistic(wiring.Component):
         with m.If(advance):
             m.d.sync += valids.eq(Cat(self.i.valid, valids))
 
-        def register(value, name, *, cycles=1):
-            for _ in range(cycles):
-                held = Signal.like(value, name=name, reset_less=True)
-                with m.If(advance):
-                    m.d.sync += held.eq(value)
-                value = held
-            return value
+        register = Pipeline(m, enable=advance).register
 
         # Cycle 1.
         sums = register(self.i.payload.sums, "sums")

@@ -169,14 +169,8 @@ class VariancePipeline(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        register = Pipeline(m).register
-
-        def valid_after(valid: Value, cycles: int) -> Value:
-            for _ in range(cycles):
-                delayed = Signal(name="valid")
-                m.d.sync += delayed.eq(valid)
-                valid = delayed
-            return valid
+        pipeline = Pipeline(m)
+        register = pipeline.register
 
         # The input: lanes without an element are 0 for the squares, and below and above all others for the extremes.
         squared, biased, inverted = [], [], []
@@ -201,7 +195,7 @@ class VariancePipeline(wiring.Component):
         sums = summed("biased", self._biased_tree, self._biased(biased))
         largest = self._largest(m, "largest", biased)
         smallest = self._largest(m, "smallest", inverted)
-        valid = valid_after(self.valid, 1 + front)
+        valid = pipeline.valid(self.valid, cycles=1 + front)
         last = register(self.last, "last", cycles=1 + front)
         keep = register(self.keep, "keep", cycles=1 + front)
         legal_keep = register(legal_keep, "legal_keep", cycles=front)
@@ -257,7 +251,7 @@ class VariancePipeline(wiring.Component):
             "tag": register(tag, "tag"),
         }
         values = {name: register(value, name) for name, value in values.items()}
-        valid = valid_after(done, 1)
+        valid = pipeline.valid(done, cycles=1)
         if self.nvar:
             magnitude = Signal(self.fields["sum"].width - 1, name="sum_magnitude")
             m.d.comb += magnitude.eq(folded(values["sum"]))
@@ -266,7 +260,7 @@ class VariancePipeline(wiring.Component):
             nvar = register(self._add(m, "add_nvar", words).as_unsigned(), "nvar")
             cycles = self._nvar_tree.latency + 1
             values = {name: register(value, name, cycles=cycles) for name, value in values.items()} | {"nvar": nvar}
-            valid = valid_after(valid, cycles)
+            valid = pipeline.valid(valid, cycles=cycles)
         m.d.comb += [self.o_valid.eq(valid), *(self.o[name].eq(value) for name, value in values.items())]
         return m
 

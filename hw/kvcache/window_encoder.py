@@ -5,12 +5,9 @@ from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.kvcache.coefficient import (
-    INDEX_BITS,
     CoefficientChoice,
     SharedChoice,
     TableEntryWrite,
-    TableMemory,
-    ThresholdSearch,
 )
 from kvant.hw.kvcache.control import POSITION_BITS
 from kvant.hw.kvcache.encoder import Encoder
@@ -101,11 +98,7 @@ class SumsReader(wiring.Component):
         step = Signal()
         m.d.comb += step.eq(~self.o.valid | self.o.ready)
 
-        def register(value, name):
-            held = Signal.like(value, name=name, reset_less=True)
-            with m.If(step):
-                m.d.sync += held.eq(value)
-            return held
+        register = Pipeline(m, enable=step).register
 
         def choose(values, index):
             """The one of *values*, a power of two of them, that *index* names."""
@@ -229,8 +222,7 @@ class GridChain(wiring.Component):
     @staticmethod
     def latency_of(p: CacheParameters) -> int:
         """The latency of a chain for these parameters."""
-        choice = 2 + INDEX_BITS * ThresholdSearch.LENGTH + TableMemory.latency + ResultQueue.latency
-        latency = GroupStatistic.latency + choice + GridFit.latency
+        latency = GroupStatistic.latency + CoefficientChoice.latency + GridFit.latency
         if p.shared_coeff:
             # All channels, at the rate of `SumsReader`; then the vote and its queue.
             latency += p.head_dim * (1 if p.lanes > 2 else 3) + SharedChoice.latency + 2

@@ -122,18 +122,34 @@ class Pipeline:
     ----------
     m : Module
         Receives the registers, in its ``sync`` domain.
+    enable : Value, optional
+        The pipeline moves in this cycle; without it, in every cycle.
     """
 
-    def __init__(self, m: Module):
+    def __init__(self, m: Module, *, enable: Value | None = None):
         self.m = m
+        self.enable = Const(1) if enable is None else enable
 
     def register(self, value: Value, name: str, *, cycles: int = 1) -> Signal:
         """*value* as it was *cycles* cycles ago, in registers named *name*."""
         for _ in range(cycles):
             held = Signal.like(value, name=name, reset_less=True)
-            self.m.d.sync += held.eq(value)
+            self._hold(held, value)
             value = held
         return value
+
+    def valid(self, value: Value, *, cycles: int) -> Value:
+        """A valid bit as it was *cycles* (at least 1) cycles ago; 0 after reset."""
+        delayed = Signal(cycles, name="valids")
+        self._hold(delayed, Cat(value, delayed))
+        return delayed[-1]
+
+    def _hold(self, register: Signal, value: Value):
+        if isinstance(self.enable, Const):
+            self.m.d.sync += register.eq(value)
+        else:
+            with self.m.If(self.enable):
+                self.m.d.sync += register.eq(value)
 
 
 class ScaledProduct(wiring.Component):

@@ -9,6 +9,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.division import divide_steps, has_rest
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, shift_right_sticky
+from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import check_integer
 
 FP16_MAX = 0x7BFF
@@ -493,8 +494,10 @@ class Int8Quantizer(wiring.Component):
             m.d.sync += complete.eq(end + 1)
 
         # Read words of complete groups, then the maximum of their group; divide. All of this moves in cycles of
-        # `advance`, a register, since it goes everywhere.
-        advance = Signal()
+        # `advance`.
+        m.submodules.queue = queue = OutputQueue(quantizer_output(lanes))
+        wiring.connect(m, queue.o, wiring.flipped(self.o))
+        advance = queue.advance
         m.submodules.divider = EnableInserter(advance)(divider := GroupDivider(lanes))
         read_address = Signal(self._address_bits + 1)
         valids = Signal(1 + divider.latency)  # of the word in cycle k + 1 after it was asked for
@@ -519,29 +522,12 @@ class Int8Quantizer(wiring.Component):
                 group_read.eq(word_read.data.group),
             ]
 
-        # Two results wait here for the receiver. A third may come in the cycle in which `advance` learns of a stall,
-        # so it is computed one cycle ahead from what will be there.
-        result = Signal(quantizer_output(lanes))
-        second = Signal(quantizer_output(lanes), reset_less=True)
-        waiting = Signal(range(3))
-        next_waiting = Signal.like(waiting)
-        push, pop = Signal(), Signal()
+        result = queue.payload
         m.d.comb += [
             result.q.eq(divider.q),
             result.scale.eq(divider.scale),
             result.last.eq(divider.o_last),
             result.nonfinite.eq(divider.o_nonfinite),
-            push.eq(advance & valids[-1]),
-            self.o.valid.eq(waiting != 0),
-            pop.eq(self.o.valid & self.o.ready),
-            next_waiting.eq(waiting + push - pop),
+            queue.valid.eq(valids[-1]),
         ]
-        m.d.sync += [waiting.eq(next_waiting), advance.eq(next_waiting != 2)]
-        with m.If(push):
-            with m.If((waiting == 0) | pop):
-                m.d.sync += self.o.payload.eq(result)
-            with m.Else():
-                m.d.sync += second.eq(result)
-        with m.Elif(pop):
-            m.d.sync += self.o.payload.eq(second)
         return m

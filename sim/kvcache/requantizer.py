@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvant.hw.kvcache.layouts import PageAddress, Table
+from kvant.hw.kvcache.packer import BlockPacker
 from kvant.hw.kvcache.page import PageLayout
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.kvcache.requantizer import Requantizer
-from kvant.hw.numeric.codes import CODE_BITS
 from kvant.sim.errors import SimulationError
 from kvant.sim.kvcache.page_writes import StoredGroup, page_writes
 from kvant.sim.kvcache.pages import Page, PageMemory
@@ -98,7 +98,7 @@ class Window:
 def window_writes(p: CacheParameters, windows: int) -> dict[str, int]:
     """Transfers of the page ports that *windows* windows take."""
     layout = PageLayout(p, p.head_dim)
-    word_bits = max(p.port_bits, CODE_BITS * p.lanes)
+    word_bits = BlockPacker.word_bits_along_time(p)
     return {
         "codes": windows * p.head_dim * layout.code_words(word_bits),
         "meta": windows * (layout.blocks * layout.block_meta_words + 1),
@@ -231,7 +231,7 @@ def expected(p: CacheParameters, results: Sequence[Mapping[str, np.ndarray]]) ->
         Of every head the tensors that `run` gives. The rows of open windows are asked for head by head.
     """
     layout = PageLayout(p, p.head_dim)
-    word_bits = max(p.port_bits, CODE_BITS * p.lanes)
+    word_bits = BlockPacker.word_bits_along_time(p)
     groups = []
     for number in range(len(results[0]["scale"])):
         for head, result in enumerate(results):
