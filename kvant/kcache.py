@@ -170,8 +170,7 @@ class KeyCacheBlock:
         result = spatial.run(p, arrays["k"], tables, **options)
         if check:
             compare(golden_outputs(p, arrays["k"], tables), result)
-        shape = {"group": p.group, "rows": 1, "cols": p.lanes, "lanes": p.lanes}
-        return result | {name: np.array(value, np.int64) for name, value in shape.items()}
+        return result | cache_arrays.shape_arrays(p.group, p.lanes)
 
 
 BLOCK = KeyCacheBlock()
@@ -189,12 +188,8 @@ def _key_tables(p: CacheParameters, table: Table, mean: np.ndarray | None):
 def _bench_table(chosen: Config, head: int, seed: int):
     """The configuration's table, with thresholds spread evenly where it has none, and a random mean."""
     rng = np.random.default_rng((seed, head))
-    coefficients = chosen.coefficients
-    thresholds = chosen.thresholds
-    if thresholds is None:
-        thresholds = tuple(range(400, 400 + 1100 * (len(coefficients) - 1), 1100))
     mean = rng.standard_normal(chosen.cache.head_dim).astype(np.float16)
-    return _key_tables(chosen.cache, Table(coefficients, thresholds), mean if chosen.cache.centred else None)
+    return _key_tables(chosen.cache, cache_arrays.bench_table(chosen), mean if chosen.cache.centred else None)
 
 
 def random_keys(heads: int, tokens: int, head_dim: int, *, seed: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from amaranth.hdl import Shape
 
 from kvant import config
 from kvant.blocks import Vectors
+from kvant.cache_arrays import shape_arrays
 from kvant.config import Config
 from kvant.errors import InputError
 from kvant.linear import compare
@@ -119,8 +120,7 @@ class VarianceBlock:
         if check:
             golden = golden_fields(arrays["q"])
             compare({name: np.array(golden[name], np.int64) for name in variance.OUTPUTS}, result)
-        shape = {"group": n, "rows": 1, "cols": lanes, "lanes": lanes}
-        return result | {name: np.array(value, np.int64) for name, value in shape.items()}
+        return result | shape_arrays(n, lanes)
 
 
 BLOCK = VarianceBlock()

@@ -199,8 +199,7 @@ class ValueCacheBlock:
         result = sim.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
         if check:
             compare(golden_outputs(p, tensors), result)
-        shape = {"group": p.group, "rows": 1, "cols": p.lanes, "lanes": p.lanes}
-        return result | {name: np.array(value, np.int64) for name, value in shape.items()}
+        return result | cache_arrays.shape_arrays(p.group, p.lanes)
 
 
 BLOCK = ValueCacheBlock()
@@ -250,13 +249,9 @@ def bench_arrays(chosen: Config, v: np.ndarray, prefill: int, *, seed: int) -> d
     """A sequence with a random floor and mean and the configuration's table, with even thresholds if it has none."""
     rng = np.random.default_rng(seed)
     p = chosen.cache
-    coefficients, thresholds = chosen.coefficients, chosen.thresholds
-    if thresholds is None:
-        thresholds = tuple(range(400, 400 + 1100 * (len(coefficients) - 1), 1100))
     floor = (rng.random(p.head_dim) / 2).astype(np.float16)
     mean = rng.standard_normal(p.head_dim).astype(np.float16)
-    table = Table(tuple(coefficients), tuple(thresholds))
-    return case(p, v, [prefill, len(v) - prefill], table, floor=floor, mean=mean)
+    return case(p, v, [prefill, len(v) - prefill], cache_arrays.bench_table(chosen), floor=floor, mean=mean)
 
 
 def random_values(heads: int, tokens: int, head_dim: int, *, seed: int) -> np.ndarray:
