@@ -203,18 +203,16 @@ def _keys_along_the_head(chosen: "Config", keys: np.ndarray, found: Calibrated, 
 
     from kvant.golden.kvcache.spatial import SpatialCache
     from kvant.hw.kvcache.page import PageLayout
-    from kvant.kcache import BLOCK
+    from kvant.kcache import golden_outputs
+    from kvant.linear import compare
+    from kvant.sim.kvcache import spatial
 
     chosen = cache_config(chosen, keys.shape[1], centred=True)
     p = chosen.cache
     table = found.tables["key_head"]
-    arrays = {
-        "k": keys,
-        "mean": found.mean,
-        "coeffs": np.array(table.coefficients, np.uint8),
-        "thresholds": np.array(table.thresholds, np.uint16),
-    }
-    result = BLOCK.simulate(arrays, overrides=_overrides(chosen), simulator=simulator)
+    tables = spatial.KeyTables(table.coefficients, table.thresholds, found.mean)
+    result = spatial.run(p, keys, tables, simulator=simulator)
+    compare(golden_outputs(p, keys, tables), result)
     parts = {name: torch.from_numpy(result[name]) for name in ("codes", "scale", "coeff", "sink", "sink_scale")}
     cache = SpatialCache(coefficient=parts.pop("coeff"), nonfinite=False, group=p.group, **parts)
     rows = cache.dequantize().numpy() + found.mean.astype(np.float32)
@@ -250,14 +248,6 @@ def _along_time(
     held = cache.dequantize().numpy() + (0 if mean is None else mean.astype(np.float32))
     page = PageLayout(p, p.head_dim)
     return _cache_run(label, result, held, rows, 8 * page.page_bytes / (p.group * p.head_dim)), trace
-
-
-def _overrides(chosen: "Config") -> list[str]:
-    """The fields of a configuration as overrides of the default preset."""
-    import json
-
-    fields = {name: value for name, value in chosen.as_dict().items() if name != "preset" and value is not None}
-    return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
 def _cache_run(label: str, arrays: dict[str, np.ndarray], held: np.ndarray, rows: np.ndarray, bits: float) -> CacheRun:

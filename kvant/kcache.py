@@ -31,20 +31,7 @@ class KeyCacheBlock:
     """fp16 keys to pages of 4-bit groups along the head; see `kvant.hw.kvcache.spatial.SpatialCache`."""
 
     summary = "fp16 keys to 4-bit M-ANT groups along the head, as they come"
-    own_fields = (
-        "group",
-        "max_coefficient",
-        "adder",
-        "lanes",
-        "head_dim",
-        "heads",
-        "statistic",
-        "sinks",
-        "centred",
-        "capacity",
-        "evict",
-        "port_bits",
-    )
+    own_fields = tuple(name for name in CacheParameters.model_fields if name not in ("offset", "shared_coeff"))
     fields = (*own_fields, "coefficients", "thresholds")
     held = ()
 

@@ -39,22 +39,7 @@ class ValueCacheBlock:
     """fp16 values to pages of 4-bit groups along time; see `kvant.hw.kvcache.requantizer.Requantizer`."""
 
     summary = "fp16 values, or keys, to 4-bit M-ANT groups along time, in two phases"
-    own_fields = (
-        "group",
-        "max_coefficient",
-        "adder",
-        "lanes",
-        "head_dim",
-        "heads",
-        "statistic",
-        "sinks",
-        "centred",
-        "offset",
-        "shared_coeff",
-        "capacity",
-        "evict",
-        "port_bits",
-    )
+    own_fields = tuple(CacheParameters.model_fields)
     fields = (*own_fields, "coefficients", "thresholds")
     held = ()
 
