@@ -103,7 +103,9 @@ class WeightBuffer(wiring.Component):
         high = Signal()
         m.d.comb += high.eq(Mux(first_plane_beat_done, plane_is_high, columns_int8))
 
-        plane_beats = Mux(loop.last_group, self.tail_beats, p.beats)
+        # Whether a beat is the last of its plane is a register for either length: what it decides is a long way.
+        ends_group = Signal(init=p.beats == 1)
+        ends_tail = Signal()
         plane_end = Signal()
         tile_end = Signal()
         job_end = Signal()
@@ -113,7 +115,7 @@ class WeightBuffer(wiring.Component):
             job_end.eq(tile_end & loop.last_of_round & loop.last_group & loop.last_block),
             # The next job's weights wait outside until it begins.
             self.w.ready.eq(~loop.done & (~beat_valid | (take & ~job_end))),
-            plane_end.eq(beat + 1 == plane_beats),
+            plane_end.eq(Mux(loop.last_group, ends_tail, ends_group)),
             tile_end.eq(plane_end & ~high),
             loop.start.eq(self.start),
             loop.step.eq(take & tile_end),
@@ -132,6 +134,13 @@ class WeightBuffer(wiring.Component):
             heads.w_data.eq(head_in),
             heads.w_en.eq(take & tile_end),
         ]
+        with m.If(self.start):
+            m.d.sync += ends_tail.eq(self.tail_beats == 1)
+        with m.Elif(take):
+            m.d.sync += [
+                ends_group.eq(Mux(plane_end, p.beats == 1, beat + 2 == p.beats)),
+                ends_tail.eq(Mux(plane_end, self.tail_beats == 1, beat + 2 == self.tail_beats)),
+            ]
         with m.If(take):
             m.d.sync += [
                 write_pointer.eq(write_pointer + 1),
