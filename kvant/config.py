@@ -11,15 +11,13 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field, field_validator
 
 from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLD_LIMIT, CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import LINEAR
 from kvant.hw.parameters import ParameterError, Parameters
+from kvant.hw.pq.parameters import PqParameters
 
 DEFAULT_PRESET = "default"
 
@@ -34,31 +32,10 @@ OWN_FIELDS = {
 """Fields of the configuration itself, with their descriptions; all others belong to a parameter class."""
 
 
-class QuantizerParameters(Parameters):
-    """Product quantisation and the INT8 window beside it.
-
-    No block that is generated today reads these fields: they are checked, kept in the manifest's configuration, and
-    change nothing of any block, whose own parameters the manifest lists apart.
-    """
-
-    recent: int = Field(0, ge=0, le=65536, description="Newest tokens that stay INT8 in a product-quantised cache.")
-    subspace: Literal[1, 2, 4, 8] = Field(2, description="Elements of a sub-vector of product quantisation.")
-    nbits: int = Field(8, ge=4, le=8, description="Bits of a product-quantisation code.")
-    q_parallel: int = Field(1, ge=1, le=64, description="Query heads whose look-up tables are held at once.")
-
-    @field_validator("subspace", mode="before")
-    @classmethod
-    def _no_bool(cls, value: object) -> object:
-        """True equals 1, and a choice among integers would take it."""
-        if isinstance(value, bool):
-            raise ParameterError("not an integer")
-        return value
-
-
 SECTIONS: dict[str, type[Parameters]] = {
     "linear": LinearParameters,
     "cache": CacheParameters,
-    "pq": QuantizerParameters,
+    "pq": PqParameters,
 }
 """Parameter classes that make up a configuration; a field belongs to each class that has it."""
 
@@ -76,7 +53,7 @@ class Config:
     cache : CacheParameters
         Parameters of the cache blocks and of the memory port.
     pq : QuantizerParameters
-        Parameters of product quantisation.
+        Parameters of the product-quantised cache.
     table : tuple of int
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
@@ -88,7 +65,7 @@ class Config:
     preset: str
     linear: LinearParameters
     cache: CacheParameters
-    pq: QuantizerParameters
+    pq: PqParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
     stated: frozenset[str] = field(default=frozenset(), compare=False)

@@ -1,0 +1,1 @@
+"""Product quantisation: codebook engine, code words, score tables, value bins."""

@@ -1,0 +1,1 @@
+"""Benches of the product-quantised cache and its attention."""
