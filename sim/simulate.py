@@ -187,6 +187,12 @@ def make_plan(
             raise ParameterError(f"stream {name!r}: legal input streams are {', '.join(inputs) or 'none'}")
         if other not in inputs and other not in outputs:
             raise ParameterError(f"stream {other!r}: legal streams are {', '.join((*inputs, *outputs))}")
+    for name, (other, _) in stimulus.echo.items():
+        fields = {each.name: {field for field, _, _ in each.fields} for each in outputs.values()}
+        if name not in inputs or name in stimulus.inputs or other not in outputs:
+            raise ParameterError(f"echo of {other!r} on {name!r}: legal is an output stream on an input without values")
+        if not {field for field, _, _ in inputs[name].fields} <= fields[other]:
+            raise ParameterError(f"echo of {other!r} on {name!r}: the fields differ")
     return Plan(
         inputs=tuple(inputs.values()),
         outputs=tuple(outputs.values()),
@@ -195,6 +201,7 @@ def make_plan(
         status=tuple(stimulus.status),
         constants=constants,
         after=dict(stimulus.after),
+        echo=dict(stimulus.echo),
         stall=_check_stall(stall, inputs, outputs),
         seed=seed,
         reset=reset,

@@ -41,6 +41,10 @@ class Stimulus:
         Plain inputs, held through the run; those that are not named are 0.
     after : dict
         Of an input stream another stream and the number of its transfers before which the first offers nothing.
+    echo : dict
+        Of an input stream, as a memory behind the design would serve it, an output stream and the numbers of those of
+        its transfers whose payload is offered, each once it has been seen. Fields of both have the same names; the
+        stream has no other inputs.
     """
 
     inputs: Mapping[str, Mapping[str, Sequence[int]]]
@@ -48,6 +52,7 @@ class Stimulus:
     status: Sequence[str] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     after: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    echo: Mapping[str, tuple[str, Sequence[int]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -113,6 +118,7 @@ class Plan:
     status: tuple[str, ...]
     constants: Mapping[str, int]
     after: Mapping[str, tuple[str, int]]
+    echo: Mapping[str, tuple[str, Sequence[int]]]
     stall: Mapping[str, Stall]
     seed: int
     reset: Reset
@@ -155,6 +161,7 @@ class _Source:
         # While valid is low the payload shows the complement of what was last there: a design that looks fails.
         self.masks = tuple((1 << width) - 1 for _, _, width in ports.fields)
         self.values = values
+        self.count = len(values)
         self.pauses = pauses
         self.next = 0
         self.offering = False
@@ -171,10 +178,9 @@ class _Source:
 
     def offer(self, write: Callable[[str, int], Any], pause: bool) -> None:
         """Show the next transfer, or none."""
-        payload = None
-        if not pause and self.next < len(self.values):
+        payload = None if pause else self.payload()
+        if payload is not None:
             self.offering = True
-            payload = self.values[self.next]
             if not self.valid_high:
                 self.valid_high = True
                 if self.valid:
@@ -189,6 +195,29 @@ class _Source:
                 if value != before:
                     write(port, value)
             self.shown = payload
+
+    def payload(self) -> tuple[int, ...] | None:
+        """The next transfer, if there is one."""
+        return self.values[self.next] if self.next < self.count else None
+
+
+class _Echo(_Source):
+    """Plays what an output stream has given before."""
+
+    def __init__(self, ports: StreamPorts, sink: "_Sink", numbers: Sequence[int], pauses: Iterator[bool] | None):
+        super().__init__(ports, [], pauses)
+        self.count = len(numbers)
+        self.numbers = numbers
+        self.sink = sink
+        self.columns = [sink.fields.index(name) for name in self.fields]
+
+    def payload(self) -> tuple[int, ...] | None:
+        if self.next >= self.count or self.numbers[self.next] >= len(self.sink.taken):
+            return None
+        if self.next == len(self.values):
+            taken = self.sink.taken[self.numbers[self.next]]
+            self.values.append(tuple(taken[column] for column in self.columns))
+        return self.values[self.next]
 
 
 class _Sink:
@@ -236,16 +265,24 @@ class Player:
         def pauses(name: str) -> Iterator[bool] | None:
             return _pauses(plan.stall.get(name, 0.0), plan.seed, name)
 
-        self._sources = [_Source(ports, plan.values[ports.name], pauses(ports.name)) for ports in plan.inputs]
         self._sinks = [
             _Sink(ports, plan.expect.get(ports.name), pauses(ports.name), plan.stall.get(ports.name) == "after_valid")
             for ports in plan.outputs
         ]
+        sinks = {sink.name: sink for sink in self._sinks}
+
+        def source(ports: StreamPorts) -> _Source:
+            if ports.name in plan.echo:
+                sink, numbers = plan.echo[ports.name]
+                return _Echo(ports, sinks[sink], numbers, pauses(ports.name))
+            return _Source(ports, plan.values[ports.name], pauses(ports.name))
+
+        self._sources = [source(ports) for ports in plan.inputs]
         streams = {stream.name: stream for stream in (*self._sources, *self._sinks)}
         self._held = {
             stream: (streams[other], count) for stream, (other, count) in plan.after.items() if stream in streams
         }
-        self._missing = sum(len(source.values) for source in self._sources) + sum(plan.expect.values())
+        self._missing = sum(source.count for source in self._sources) + sum(plan.expect.values())
         self._cycle = -plan.reset.cycles - 1
         self._last_progress = 0
 
@@ -364,7 +401,7 @@ class Player:
         return f"at {time} ns, cycle {self._cycle}" if self._cycle >= 0 else f"at {time} ns, in reset"
 
     def _timeout(self) -> str:
-        counts = [f"{source.name} {source.next} of {len(source.values)} sent" for source in self._sources]
+        counts = [f"{source.name} {source.next} of {source.count} sent" for source in self._sources]
         counts += [
             f"{sink.name} {len(sink.taken)} of {sink.expect} received"
             for sink in self._sinks

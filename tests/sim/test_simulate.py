@@ -382,6 +382,30 @@ def test_a_held_stream_waits_for_the_transfers_of_another(simulator):
     assert sorted(trace.transfers["o"]["data"]) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("simulator", SIMULATORS)
+@pytest.mark.parametrize("stall", [0.0, 0.4])
+def test_an_input_repeats_what_an_output_gave(simulator, stall):
+    """As a memory does: transfers in any order, more than once, each after it has been written."""
+    stimulus = Stimulus(inputs={"first": {"data": [11, 12, 13]}}, expect={"o": 6}, echo={"second": ("o", [2, 0, 0])})
+    trace = simulate(Merge, "merge", stimulus, simulator=simulator, stall=stall, seed=3)
+    assert sorted(trace.transfers["o"]["data"]) == sorted([11, 12, 13, *trace.transfers["second"]["data"]])
+    assert trace.transfers["second"]["data"] == [trace.transfers["o"]["data"][k] for k in (2, 0, 0)]
+    assert trace.cycles["second"][0] > trace.cycles["o"][2]
+
+
+@pytest.mark.parametrize(
+    "stimulus",
+    [
+        Stimulus(inputs={}, echo={"second": ("first", [0])}),
+        Stimulus(inputs={}, echo={"third": ("o", [0])}),
+        Stimulus(inputs={"first": {"data": [1]}}, echo={"first": ("o", [0])}),
+    ],
+)
+def test_an_echo_needs_an_output_and_an_idle_input(stimulus):
+    with pytest.raises(ParameterError, match="echo of"):
+        simulate(Merge, "merge", stimulus, simulator="amaranth")
+
+
 def test_a_stream_cannot_be_held_by_one_that_does_not_exist():
     stimulus = Stimulus(inputs={"first": {"data": [1]}}, after={"first": ("third", 1)})
     with pytest.raises(ParameterError, match=r"'third'.*first, second, o"):
