@@ -27,7 +27,8 @@ class PqParameters(Parameters):
     Codes lie in memory in *frames* of `frame` tokens. Word k of a frame has ``word_codes`` codes of `nbits` bits, the
     first in the lowest bits: for each token of the frame, for each j below `run`, the code of sub-space
     ``k*run + j``. So lane l of the `word_codes` lanes only ever meets the sub-spaces ``k*run + l % run``: whatever M
-    is, no two codes of a word want one bank.
+    is, no two codes of a word want one bank. Codes of 5 to 7 bits are packed without gaps into words of the port: only
+    `chunk_tokens` tokens are whole words again, and coding begins at multiples of these.
     """
 
     head_dim: int = CacheParameters.model_fields["head_dim"]
@@ -137,9 +138,24 @@ class PqParameters(Parameters):
         return self.frame_words * self.centroids
 
     @property
+    def frame_bits(self) -> int:
+        """Bits of a frame's codes."""
+        return self.frame_words * self.word_codes * self.nbits
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Fewest tokens whose codes are whole frames and whole words of the port, a power of two."""
+        return self.frame * (self.port_bits // gcd(self.port_bits, self.frame_bits))
+
+    @property
+    def chunk_words(self) -> int:
+        """Words of the port that the codes of `chunk_tokens` tokens take."""
+        return self.chunk_tokens // self.frame * self.frame_bits // self.port_bits
+
+    @property
     def batch_tokens(self) -> int:
-        """Tokens that are coded together: `batch`, or a frame if that is longer."""
-        return max(self.batch, self.frame)
+        """Tokens that are coded together: `batch`, or a chunk if that is longer."""
+        return max(self.batch, self.chunk_tokens)
 
     @property
     def tokens(self) -> int:
