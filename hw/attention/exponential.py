@@ -43,7 +43,7 @@ def exponential_table() -> list[int]:
 class Exponential(wiring.Component):
     """``w``, about ``2^24 * 2^-x``: never larger for a larger x, ``2^24 - 1`` for x = 0, and 0 for x from 25 on.
 
-    Relative error at most 2^-16, and half a unit of the last place besides (a whole one at x = 0).
+    Relative error at most 2^-16, and half a unit of the last place besides.
 
     Attributes
     ----------

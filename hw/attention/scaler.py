@@ -2,7 +2,8 @@
 
 ``z = rne(a * b * 2^e)`` counts 2^-16: an integer score (or the mantissa of an fp32 one) times the mantissa of what
 turns scores into exponents of two. For a coded key that factor is ``K = fp32(c * s_q * s_cb)``, with ``c`` the fp32
-number nearest to ``log2(e) / sqrt(d)``; for an INT8 row, whose fp32 score has the scales in it, it is c. Source: docs/numerics.md, "Softmax".
+number nearest to ``log2(e) / sqrt(d)``; for an INT8 row, whose fp32 score has the scales in it, it is c.
+Source: docs/numerics.md, "Softmax".
 """
 
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
