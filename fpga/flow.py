@@ -19,7 +19,7 @@ from kvant.fpga import report as reports
 from kvant.fpga.devices import Device
 from kvant.fpga.errors import ConstraintError, TargetError, ToolError
 from kvant.fpga.report import Report
-from kvant.fpga.tools import find_tool, run_tool, tool_version
+from kvant.fpga.tools import Outcome, find_tool, run_tool, tool_version
 from kvant.sim.toolchain import cache_folder, move_in
 
 Progress = Callable[[str, float | None], None]
@@ -170,7 +170,7 @@ class Flow:
                 (work / "top.il").write_text(rtlil, encoding="utf-8")
                 outcome = run_tool("yosys", ["-Q", "-p", script], work)
                 if outcome.code:
-                    raise ToolError(f"yosys: {_last_error(outcome.log)}")
+                    raise ToolError(f"yosys: {_last_error(outcome)}")
                 self.progress("synthesis (Yosys)", outcome.seconds)
         return final
 
@@ -206,7 +206,7 @@ class Flow:
                 (work / constraints).write_text(design.constraints, encoding="utf-8")
                 outcome = run_tool(self._nextpnr, arguments, work)
                 if outcome.code:
-                    self._explain(outcome.log)
+                    self._explain(outcome)
                 ignored = ignored_constraint(outcome.log)
                 if ignored:
                     raise ConstraintError(f"{self._nextpnr} ignored a constraint: {ignored}")
@@ -231,16 +231,16 @@ class Flow:
             parameters=design.parameters,
         )
 
-    def _explain(self, log: str):
+    def _explain(self, outcome: Outcome):
         """Raise what a failed run of nextpnr means."""
-        for bel, used, available in overfull(log):
+        for bel, used, available in overfull(outcome.log):
             name = reports.resource_name(self.design.device.family, bel)
             advice = self.advice.get(name)
             raise TargetError(
                 f"{self.design.name} does not fit {self.design.device.name}: {name} {used} of {available}"
                 + (f"; turn down {advice}" if advice else "")
             )
-        raise ToolError(f"{self._nextpnr}: {_last_error(log)}")
+        raise ToolError(f"{self._nextpnr}: {_last_error(outcome)}")
 
     def pack(self, routed: Path) -> dict[str, Path]:
         """Bitstream files by suffix.
@@ -263,7 +263,7 @@ class Flow:
                 shutil.copyfile(routed / source, work / source)
                 outcome = run_tool(self._packer, arguments, work)
                 if outcome.code:
-                    raise ToolError(f"{self._packer}: {_last_error(outcome.log)}")
+                    raise ToolError(f"{self._packer}: {_last_error(outcome)}")
                 (work / source).unlink()
                 self.progress(f"bitstream ({self._packer})", outcome.seconds)
         return {suffix: final / name for suffix, name in products.items()}
@@ -353,11 +353,13 @@ def ignored_constraint(log: str) -> str | None:
     return match.group(1) if match else None
 
 
-def _last_error(log: str) -> str:
-    """The line of a log that says why a tool stopped."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+def _last_error(outcome: Outcome) -> str:
+    """The line of a log that says why a tool stopped; its last one and the exit code if none does."""
+    lines = [line.strip() for line in outcome.log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["stopped without a message"])[-1].removeprefix("ERROR: ")
+    if errors:
+        return errors[-1].removeprefix("ERROR: ")
+    return f"exit code {outcome.code} without an error message, after: {(lines or ['nothing'])[-1]}"
 
 
 def write_products(build: Build, folder: Path, stem: str) -> list[Path]:

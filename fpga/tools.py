@@ -72,12 +72,19 @@ class Outcome:
 def run_tool(name: str, arguments: list[str], folder: Path) -> Outcome:
     """Run a tool in *folder*, its output kept in ``NAME.log`` there.
 
-    File names in *arguments* are relative to *folder*: the programs run in a sandbox that sees little else.
+    File names in *arguments* are relative to *folder*: the programs run in a sandbox that sees little else. On a busy
+    machine the sandbox was seen to die of a signal, once in hundreds of runs, in the middle of a design that passes
+    before and after: a tool that does is run once more. If it ends so again, the log's last line says it.
     """
     start = time.monotonic()
     log_path = folder / f"{name}.log"
-    with log_path.open("w", encoding="utf-8") as log:
-        code = subprocess.run(
-            [find_tool(name), *arguments], cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=False
-        ).returncode
+    for _ in range(2):
+        with log_path.open("w", encoding="utf-8") as log:
+            code = subprocess.run(
+                [find_tool(name), *arguments], cwd=folder, stdout=log, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        if code >= 0:
+            break
+        with log_path.open("a", encoding="utf-8") as log:
+            log.write(f"\nERROR: stopped by signal {-code}\n")
     return Outcome(code, log_path.read_text(encoding="utf-8", errors="replace"), time.monotonic() - start)
