@@ -13,6 +13,7 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.floating import wide_product
 from kvant.hw.numeric.floating import FP32_BIAS, FP32_MANTISSA, Pipeline, ScaledProduct
 from kvant.hw.parameters import check_integer
 
@@ -149,26 +150,16 @@ class ScoreScaler(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        register = Pipeline(m).register
+        pipeline = Pipeline(m)
+        register = pipeline.register
 
         # Cycle 0: sign and magnitude of a.
         sign = register(self.a < 0, "sign", cycles=self.latency - 2)
         magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude")
         b = register(self.b, "b")
 
-        # Cycles 1 to 3: the product, of halves, so that every multiplier is narrow and between two registers.
-        half, a_split = FP32_MANTISSA // 2, len(magnitude) // 2
-        a_low, a_high, b_low, b_high = magnitude[:a_split], magnitude[a_split:], b[:half], b[half:]
-        low = register(a_low * b_low, "low")
-        high = register(a_high * b_high, "high")
-        rising = register(a_high * b_low, "rising")
-        falling = register(a_low * b_high, "falling")
-        # Two of the four do not overlap, the others are added first.
-        outer = Signal(len(magnitude) + len(b))
-        m.d.comb += outer.eq((high << (a_split + half)) + low)
-        outer = register(outer, "outer")
-        inner = register((rising << a_split) + (falling << half), "inner")
-        product = register((outer + inner)[: len(outer)], "product")
+        # Cycles 1 to 3: the product.
+        product = wide_product(pipeline, magnitude, b)
 
         # Cycle 4: into the shifter. Its width is that of a result and one more bit: on the way to the left the first
         # bit too many, on the way to the right (turned round) the first bit behind the result.

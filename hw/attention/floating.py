@@ -1,0 +1,145 @@
+"""fp32 units of attention: wide products, fp32 products, integers to fp32.
+
+All values that occur are normal fp32 numbers or +0: nothing handles subnormal, infinite or not-a-number operands, and
+no unit produces -0. See `kvant.hw.numeric.floating`, whose adder and helpers serve here too.
+"""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Shape, Signal, Value, signed
+from amaranth.lib import wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.numeric.floating import (
+    FP16_LSB,
+    FP32_BIAS,
+    FP32_MANTISSA,
+    Pipeline,
+    leading_zeros,
+    round_to_fp32,
+    shift_left,
+)
+from kvant.hw.parameters import check_integer
+
+WIDE_PRODUCT_LATENCY = 3
+"""Cycles of `wide_product`."""
+
+
+def wide_product(pipeline: Pipeline, a: Value, b: Value) -> Signal:
+    """``a * b`` of unsigned numbers, exact, `WIDE_PRODUCT_LATENCY` cycles later.
+
+    Both are cut in halves, so that each of four multipliers is narrow and stands between two registers.
+    """
+    register = pipeline.register
+    a_split, b_split = len(a) // 2, len(b) // 2
+    a_low, a_high, b_low, b_high = a[:a_split], a[a_split:], b[:b_split], b[b_split:]
+    low = register(a_low * b_low, "low")
+    high = register(a_high * b_high, "high")
+    rising = register(a_high * b_low, "rising")
+    falling = register(a_low * b_high, "falling")
+    # Lowest and highest part do not overlap; those between are added first.
+    outer = register(Cat(low, high), "outer")
+    inner = register((rising << a_split) + (falling << b_split), "inner")
+    return register((outer + inner)[: len(a) + len(b)], "product")
+
+
+def fp16_to_fp32(m: Module, number: Value) -> Value:
+    """A finite fp16 number that is not negative (its sign is ignored) as fp32, exact; subnormals become normal."""
+    subnormal = ~number[10:15].any()
+    zeros = leading_zeros(m, number[:10])
+    fraction = Mux(subnormal, Cat(0, shift_left(m, number[:10], zeros)[:9]), number[:10])
+    # A subnormal with its first one at the top of the fraction is half of the least normal number.
+    exponent = Mux(subnormal, FP32_BIAS + FP16_LSB + 10 - zeros, number[10:15] + (FP32_BIAS - 15))[:8]
+    return Mux(number[:15].any(), Cat(Const(0, FP32_MANTISSA - 11), fraction, exponent, Const(0, 1)), 0)
+
+
+class FloatProduct(wiring.Component):
+    """``fp32(a * b)``, rounded once, ties to even; +0 where a factor is 0.
+
+    Attributes
+    ----------
+    latency : int
+        Cycles from the factors to the product, which is a register. One product per cycle.
+
+    Members
+    -------
+    a, b : in
+        Factors: normal fp32 numbers or 0. The caller guarantees a normal product.
+    p : out
+    """
+
+    latency = WIDE_PRODUCT_LATENCY + 2
+
+    def __init__(self):
+        super().__init__({"a": In(32), "b": In(32), "p": Out(32)})
+
+    def elaborate(self, platform):
+        m = Module()
+        pipeline = Pipeline(m)
+        register = pipeline.register
+        product = wide_product(pipeline, *(Cat(x[: FP32_MANTISSA - 1], 1) for x in (self.a, self.b)))
+        sign = register(self.a[31] ^ self.b[31], "sign", cycles=self.latency - 1)
+        nonzero = register(self.a[23:31].any() & self.b[23:31].any(), "nonzero", cycles=self.latency - 1)
+        exponent = register((self.a[23:31] + self.b[23:31] - FP32_BIAS)[:8], "exponent", cycles=WIDE_PRODUCT_LATENCY)
+
+        # The product of two numbers below 2 may reach 2.
+        top = product[-1]
+        normal = register(Mux(top, product, Cat(0, product[:-1])), "normal")
+        exponent = register((exponent + top)[:8], "exponent")
+        m.d.comb += self.p.eq(register(round_to_fp32(normal, exponent, sign, nonzero), "rounded"))
+        return m
+
+
+class FloatFromInteger(wiring.Component):
+    """``fp32(number * 2^exponent)``, rounded to nearest, ties to even, or cut to 24 significant bits.
+
+    Parameters
+    ----------
+    width : int
+        Bits of the signed number, at least 2.
+    exponent : Shape
+        Of the exponent.
+
+    Attributes
+    ----------
+    latency : int
+        Cycles to the result, which is a register. One result per cycle.
+
+    Members
+    -------
+    number : in, signed
+    exponent : in
+        The caller guarantees a normal result.
+    truncate : in
+        Cut instead of rounding: towards zero.
+    y : out
+        fp32.
+
+    Raises
+    ------
+    ParameterError
+        When *width* is less than 2.
+    """
+
+    latency = 4
+
+    def __init__(self, width: int, exponent: Shape):
+        self.width = check_integer("width", width, 2)
+        super().__init__({"number": In(signed(width)), "exponent": In(exponent), "truncate": In(1), "y": Out(32)})
+
+    def elaborate(self, platform):
+        m = Module()
+        register = Pipeline(m).register
+        sign = register(self.number < 0, "sign", cycles=3)
+        truncate = register(self.truncate, "truncate", cycles=3)
+        top_exponent = register((self.exponent + (FP32_BIAS + self.width - 1))[:8], "top_exponent", cycles=2)
+
+        # Cycle 0: magnitude. Cycle 1: where its first one stands. Cycle 2: normalised. Cycle 3: rounded.
+        magnitude = register(Mux(self.number < 0, -self.number, self.number)[: self.width], "magnitude")
+        zeros = register(leading_zeros(m, magnitude), "zeros")
+        nonzero = register(magnitude.any(), "nonzero", cycles=2)
+        magnitude = register(magnitude, "magnitude")
+        normal = register(shift_left(m, magnitude, zeros), "normal")
+        exponent = register((top_exponent - zeros)[:8], "exponent")
+        cut = max(0, self.width - FP32_MANTISSA)
+        kept = Cat(normal[:cut] & ~truncate.replicate(cut), normal[cut:])
+        m.d.comb += self.y.eq(register(round_to_fp32(kept, exponent, sign, nonzero), "rounded"))
+        return m
