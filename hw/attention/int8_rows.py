@@ -1,0 +1,868 @@
+"""Attention over keys and values that are INT8 rows: sinks and the newest tokens.
+
+Two passes over the same rows. The key pass makes the base-2 logarithm z of every weight; once the largest z of all keys
+is known, the value pass makes the weights and adds the rows up under them. One set of multipliers serves both: elements
+of a row times those of a query, or times a weight. Source: docs/numerics.md, "Softmax"; the sums are block floating
+point, one exponent for the channels of a group.
+"""
+
+from amaranth.hdl import Array, Cat, Module, Mux, Shape, Signal, signed
+from amaranth.lib import data, enum, memory, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.attention.exponential import Exponential
+from kvant.hw.attention.scaler import LOG_FRACTION, LOG_WIDTH, ScoreScaler, fp32_factor, softmax_constant
+from kvant.hw.linear.parameters import ceil_div, signed_width
+from kvant.hw.numeric.delay_line import DelayLine
+from kvant.hw.numeric.floating import (
+    FP16_LSB,
+    FP16_MANTISSA,
+    FP32_MANTISSA,
+    FloatAdder,
+    Pipeline,
+    ScaledProduct,
+    leading_zeros,
+    shift_left,
+)
+from kvant.hw.numeric.output_queue import OutputQueue
+from kvant.hw.parameters import ParameterError, check_integer
+from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS, PqParameters
+
+FACTOR_BITS = 17
+"""Bits that are kept of the product of a weight and a scale: signed, it fits a multiplier of 18 bits."""
+
+GUARD_BITS = 8
+"""Bits of a sum below the last bit of its largest product."""
+
+PLACE_BITS = 7
+"""Bits of the place of a factor: 0 for a factor of 0, else the product's length plus the scale's exponent."""
+
+PLACE_OFFSET = FACTOR_BITS + GUARD_BITS - FP16_LSB
+"""A sum of place E counts units of ``2^(E - PLACE_OFFSET)``."""
+
+SPACING = 7
+"""Fewest cycles between two turns that meet in a sum: of one query and transfer, or of two groups of a row."""
+
+LOG_LEAST = -(1 << (LOG_WIDTH - 1))
+"""Below every z: the largest z of no rows."""
+
+
+class Int8Job(enum.Enum, shape=2):
+    """What `Int8Rows` is to do."""
+
+    QUERIES = 0
+    KEYS = 1
+    VALUES = 2
+
+
+def default_rows(p: PqParameters) -> int:
+    """Rows that are not coded at most: sinks, the recent window, and two batches on their way to the coder."""
+    return p.sinks + p.recent + 2 * p.batch_tokens
+
+
+def sum_width(rows: int) -> int:
+    """Bits of a signed block-floating sum of so many rows."""
+    return signed_width(rows * (INT8_MAGNITUDE * ((1 << FACTOR_BITS) - 1) << GUARD_BITS))
+
+
+def total_width(rows: int) -> int:
+    """Bits of the unsigned sum of the weights of so many rows."""
+    return (rows * ((1 << WEIGHT_BITS) - 1)).bit_length()
+
+
+def index(count: int) -> Shape:
+    """Shape of a number below *count*, one bit at least."""
+    return Shape.cast(range(max(2, count)))
+
+
+def row_sums(p: PqParameters, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
+    """Payload of `Int8Rows.o`: `lanes` sums ``data * 2^exponent`` of query `vector`; `last` ends the job."""
+    queries = p.q_parallel if queries is None else queries
+    width = sum_width(default_rows(p) if rows is None else rows)
+    return data.StructLayout(
+        {
+            "data": data.ArrayLayout(signed(width), p.lanes),
+            "exponent": signed(PLACE_BITS),
+            "vector": index(queries),
+            "last": 1,
+        }
+    )
+
+
+class RowFactor(wiring.Component):
+    """Product of a weight and a scale, cut to its first 17 bits.
+
+    Attributes
+    ----------
+    latency : int
+        Cycles from the operands to the factor. One per cycle.
+
+    Members
+    -------
+    weight : in
+        `WEIGHT_BITS` bits.
+    scale : in
+        fp16, finite; its sign is ignored. Subnormals and 0 included.
+    factor : out
+        `FACTOR_BITS` bits, the topmost of them set unless the product is 0; what is below is cut off.
+    place : out
+        Length of the product (weight times mantissa) plus the exponent of the scale, that of a subnormal being 1;
+        0 for a product of 0. The product is about ``factor * 2^(place - 42)``.
+    """
+
+    latency = 4
+
+    def __init__(self):
+        super().__init__({"weight": In(WEIGHT_BITS), "scale": In(16), "factor": Out(FACTOR_BITS), "place": Out(7)})
+
+    def elaborate(self, platform):
+        m = Module()
+        register = Pipeline(m).register
+        normal = self.scale[10:15].any()
+        mantissa = Cat(self.scale[:10], normal)
+        exponent = Cat(self.scale[10] | ~normal, self.scale[11:15])
+
+        # Cycles 0 and 1: the product, of two narrow ones.
+        half = WEIGHT_BITS // 2
+        width = WEIGHT_BITS + FP16_MANTISSA
+        low = register(self.weight[:half] * mantissa, "low")
+        high = register(self.weight[half:] * mantissa, "high")
+        product = register(Cat(low[:half], (low[half:] + high)[: width - half]), "product")
+        exponent = register(exponent, "exponent", cycles=2)
+
+        # Cycle 2: where its first one stands. Cycle 3: the bits from there on.
+        zeros = register(leading_zeros(m, product), "zeros")
+        nonzero = register(product.any(), "nonzero")
+        product = register(product, "product")
+        top_place = register((exponent + width)[:PLACE_BITS], "top_place")
+        factor = register(shift_left(m, product, zeros)[-FACTOR_BITS:], "factor")
+        place = register((top_place - zeros)[:PLACE_BITS] & nonzero.replicate(PLACE_BITS), "place")
+        m.d.comb += [self.factor.eq(factor), self.place.eq(place)]
+        return m
+
+
+class BlockSums(wiring.Component):
+    """Memory of block-floating sums: words of `lanes` integers that share an exponent, and a pipeline that adds.
+
+    A turn adds ``product << GUARD_BITS``, in units of its own place, to the word of its address. The word's place
+    becomes the larger one; of the two addends the one with the smaller place is shifted down by the difference and
+    rounded to minus infinity. A turn reads its word in cycle 0 and writes it in cycle 6, so two turns of one address
+    are `SPACING` cycles apart, and no address is read and written in one cycle.
+
+    Parameters
+    ----------
+    lanes, depth : int
+        Sums of a word, words.
+    width : int
+        Bits of a sum, signed; no sum may exceed them.
+
+    Attributes
+    ----------
+    place_delay, product_delay : int
+        Cycles of a turn in which `place` and `products` are read.
+    latency : int
+        Cycles from a turn until its word can be read.
+
+    Members
+    -------
+    valid, address : in
+        A turn, in its cycle 0.
+    first : in
+        The word is 0 with place 0 before, in cycle 0.
+    place : in
+        Place of the products, in cycle 2.
+    products : in, array of `lanes`
+        Signed elements times factor, in cycle 3.
+    look_enable, look_address : in
+        Read a word while no turn is under way.
+    look : out
+        {place, sums}, one cycle later; stays until the next reading.
+    """
+
+    place_delay = 2
+    product_delay = 3
+    latency = SPACING
+
+    PRODUCT = signed(FACTOR_BITS + 8)
+
+    def __init__(self, lanes: int, depth: int, width: int):
+        self.lanes = lanes
+        self.depth = max(2, depth)
+        self.width = width
+        self.word = data.StructLayout({"place": PLACE_BITS, "sums": data.ArrayLayout(signed(width), lanes)})
+        address = range(self.depth)
+        super().__init__(
+            {
+                "valid": In(1),
+                "address": In(address),
+                "first": In(1),
+                "place": In(PLACE_BITS),
+                "products": In(data.ArrayLayout(self.PRODUCT, lanes)),
+                "look_enable": In(1),
+                "look_address": In(address),
+                "look": Out(self.word),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        pipeline = Pipeline(m)
+        register = pipeline.register
+        # The collision logic of a block RAM is left out: see the class.
+        m.submodules.words = words = memory.Memory(shape=self.word, depth=self.depth, init=[], attrs={"no_rw_check": 1})
+        write, read = words.write_port(), words.read_port()
+        m.d.comb += [
+            read.en.eq(self.valid | self.look_enable),
+            read.addr.eq(Mux(self.look_enable, self.look_address, self.address)),
+            self.look.eq(read.data),
+        ]
+
+        # Cycle 1: a new sum begins at 0, whatever the memory holds.
+        first = register(self.first, "first")
+        fetched = read.data.as_value()
+        old = data.View(self.word, register(Mux(first, 0, fetched)[: len(fetched)], "old"))
+
+        # Cycle 2: which of the two has to come down, and how far. Beyond 63 places only the sign is left.
+        grows = self.place > old.place
+        distance = Mux(grows, self.place - old.place, old.place - self.place)[:PLACE_BITS]
+        amount = distance[:6] | distance[6:].any().replicate(6)
+        grows = register(grows, "grows")
+        amount = register(amount, "amount")
+        place = register(Mux(self.place > old.place, self.place, old.place), "place", cycles=4)
+        olds = [register(old.sums[lane], "old_sum") for lane in range(self.lanes)]
+
+        # Cycles 3 and 4: shift it down. Cycle 5: add.
+        low_amount = register(amount[:3], "low_amount")
+        results = []
+        for lane in range(self.lanes):
+            added = Signal(signed(self.width), name=f"added_{lane}")
+            falls = Signal(signed(self.width), name=f"falls_{lane}")
+            m.d.comb += [
+                added.eq(self.products[lane] << GUARD_BITS),
+                falls.eq(Mux(grows, olds[lane], added)),
+            ]
+            stays = register(register(Mux(grows, added, olds[lane]), "stays"), "stays")
+            number = register(self._shift(m, falls, [(amount[k], 1 << k) for k in (5, 4, 3)]), "falling")
+            number = register(self._shift(m, number, [(low_amount[k], 1 << k) for k in (2, 1, 0)]), "falling")
+            total = Signal(signed(self.width), name=f"total_{lane}")
+            m.d.comb += total.eq(stays + number)
+            results.append(register(total, "sum"))
+
+        # Cycle 6: write.
+        m.d.comb += [
+            write.en.eq(pipeline.valid(self.valid, cycles=6)),
+            write.addr.eq(register(self.address, "address", cycles=6)),
+            write.data.place.eq(place),
+            *(write.data.sums[lane].eq(result) for lane, result in enumerate(results)),
+        ]
+        return m
+
+    @staticmethod
+    def _shift(m: Module, number: Signal, steps) -> Signal:
+        """Signed *number* over powers of two, rounded to minus infinity: shifted by each step whose bit is set."""
+        for bit, places in steps:
+            shifted = Signal.like(number, name="shifted")
+            m.d.comb += shifted.eq(Mux(bit, number >> places, number))
+            number = shifted
+        return number
+
+
+class RowScores(wiring.Component):
+    """Logarithms of weights from partial dot products: sums of groups, the fp32 chain over the groups, the scaling.
+
+    Parameters
+    ----------
+    p : PqParameters
+    queries : int
+
+    Attributes
+    ----------
+    latency : int
+        Cycles from a row's last partial sum to z.
+
+    Members
+    -------
+    scale_write, scale_vector, query_scale : in
+        Stores the scale of a query.
+    valid, vector : in
+        A partial sum of a query with a transfer of a row. The sums of a group's transfers of one query follow each
+        other in any number of cycles; the last ones of two groups of a row and query are `SPACING` cycles apart.
+    partial : in, signed
+    first, last : in
+        First and last transfer of its group.
+    first_group, last_group : in
+        First and last group of its row.
+    scale : in
+        fp16 scale of the group.
+    o_valid, o_vector, z : out
+        In the order of the rows' last partial sums.
+    """
+
+    def __init__(self, p: PqParameters, queries: int):
+        self.p = p
+        self.queries = queries
+        self.group = min(p.group, p.head_dim)
+        self.sum_width = signed_width(INT8_MAGNITUDE**2 * self.group)
+        self.partial_width = signed_width(INT8_MAGNITUDE**2 * min(p.lanes, self.group))
+        self._product = ScaledProduct(self.sum_width)
+        self._adder = FloatAdder()
+        self._scaler = ScoreScaler(FP32_MANTISSA + 1)
+        self._meet = 1 + self._product.latency
+        self._row = self._meet + self._adder.latency + 1
+        self.latency = self._row + self._scaler.latency
+        vector = index(queries)
+        super().__init__(
+            {
+                "scale_write": In(1),
+                "scale_vector": In(vector),
+                "query_scale": In(16),
+                "valid": In(1),
+                "vector": In(vector),
+                "partial": In(signed(self.partial_width)),
+                "first": In(1),
+                "last": In(1),
+                "first_group": In(1),
+                "last_group": In(1),
+                "scale": In(16),
+                "o_valid": Out(1),
+                "o_vector": Out(vector),
+                "z": Out(signed(LOG_WIDTH)),
+            }
+        )
+
+    def elaborate(self, platform):
+        m = Module()
+        pipeline = Pipeline(m)
+        register = pipeline.register
+        m.submodules.product = product = self._product
+        m.submodules.adder = adder = self._adder
+        m.submodules.scaler = scaler = self._scaler
+
+        def table(name, shape):
+            """A word per query in LUT RAM, read in the cycle in which it is asked for."""
+            m.submodules[name] = words = memory.Memory(shape=shape, depth=max(2, self.queries), init=[])
+            return words.write_port(), words.read_port(domain="comb")
+
+        # Cycle 0: the sum of the group so far.
+        sums_write, sums_read = table("sums", signed(self.sum_width))
+        scales_write, scales_read = table("scales", 16)
+        r = Signal(signed(self.sum_width))
+        m.d.comb += [
+            sums_read.addr.eq(self.vector),
+            r.eq(Mux(self.first, 0, sums_read.data) + self.partial),
+            sums_write.addr.eq(self.vector),
+            sums_write.data.eq(r),
+            sums_write.en.eq(self.valid),
+            scales_write.addr.eq(self.scale_vector),
+            scales_write.data.eq(self.query_scale),
+            scales_write.en.eq(self.scale_write),
+            scales_read.addr.eq(self.vector),
+        ]
+
+        # Cycle 1: a complete group, times the scales.
+        m.d.comb += [
+            product.r.eq(register(r, "r")),
+            product.x_scale.eq(register(scales_read.data, "query_scale")),
+            product.w_scale.eq(register(self.scale, "scale")),
+        ]
+
+        # The product meets the sum of the row's earlier groups, which is read one cycle before and written when the
+        # adder is through.
+        before = self._meet - 1
+        y_write, y_read = table("rows", 32)
+        complete = self.valid & self.last
+        first_group = register(self.first_group, "first_group", cycles=before)
+        m.d.comb += [
+            y_read.addr.eq(register(self.vector, "vector", cycles=before)),
+            adder.a.eq(register(Mux(first_group, 0, y_read.data), "y")),
+            adder.b.eq(product.p),
+            y_write.addr.eq(register(self.vector, "written", cycles=self._row - 1)),
+            y_write.data.eq(adder.y),
+            y_write.en.eq(pipeline.valid(complete, cycles=self._row - 1)),
+        ]
+
+        # The complete row, as a base-2 logarithm.
+        y = register(adder.y, "row")
+        constant = softmax_constant(self.p.head_dim)
+        mantissa, exponent = fp32_factor(y, constant.exponent + LOG_FRACTION)
+        a = Signal(signed(FP32_MANTISSA + 1))
+        m.d.comb += [
+            a.eq(Mux(y[31], -mantissa, mantissa)),
+            scaler.a.eq(a),
+            scaler.b.eq(constant.mantissa),
+            scaler.e.eq(exponent),
+            self.z.eq(scaler.z),
+            self.o_valid.eq(pipeline.valid(complete & self.last_group, cycles=self.latency)),
+            self.o_vector.eq(register(self.vector, "o_vector", cycles=self.latency)),
+        ]
+        return m
+
+
+class Position(data.StructLayout):
+    """Where a transfer of a row stands, and its scale.
+
+    Members
+    -------
+    transfer
+        Transfer of the row.
+    first_row, first_transfer, last_transfer : 1
+        First row of the pass; first and last transfer of the row.
+    first, last : 1
+        First and last transfer of the group.
+    first_group, last_group : 1
+        First and last group of the row.
+    final : 1
+        Last row of the pass.
+    scale : 16
+        fp16, of the group.
+    """
+
+    def __init__(self, transfers: int):
+        flags = ("first_row", "first_transfer", "last_transfer", "first", "last", "first_group", "last_group", "final")
+        super().__init__({"transfer": index(transfers), **dict.fromkeys(flags, 1), "scale": 16})
+
+
+class Int8Rows(wiring.Component):
+    """Scores of INT8 rows with the queries of a KV head, and sums of INT8 rows under attention weights.
+
+    ::
+
+        rows ──> row register ─────── delay ────────> multipliers ──┬──> tree ──> RowScores ──> logarithms, z_max
+                                                           ^        └──> BlockSums ──> o
+        q ─────> queries (memory) ──────────── or ─────────┤                 ^
+                 logarithms ──> Exponential ──> RowFactor ─┘─────────────────┘
+                                     └──> total
+
+    A job QUERIES stores queries. A job KEYS takes the rows of keys and keeps ``z`` of every row and query (see
+    `kvant.hw.attention.scaler`); a job VALUES takes as many rows of values in the same order, gives each the weight of
+    ``reference - z`` and adds it up (see `BlockSums`; the weight's product with the scale is cut to 17 bits). Queries
+    take turns on the multipliers: one transfer of a row with one query per cycle.
+
+    Parameters
+    ----------
+    p : PqParameters
+    queries : int, optional
+        Queries held at most; `q_parallel` if not given.
+    rows : int, optional
+        Rows of a pass at most; `default_rows` if not given.
+
+    Attributes
+    ----------
+    turns : callable
+        Cycles that a transfer of a row takes, from the number of queries.
+    key_latency, value_latency : int
+        Cycles from the transfer that ends a pass, if nothing is before it, and with one query, until `keys_done`;
+        until the first transfer of `o`.
+
+    Members
+    -------
+    job : in stream
+        kind : Int8Job
+        count : 1 .. queries
+            Queries, in QUERIES; the passes that follow are of as many.
+    q : in stream
+        data : lanes * signed(8)
+        scale : 16
+            fp16, of the whole query; read with its last transfer.
+        last : 1
+            Last transfer of the query. (Surplus lanes are ignored.)
+    rows : in stream
+        data : lanes * signed(8)
+        scale : 16
+            fp16, of the transfer's group; finite and at most 1024, as a quantiser's are.
+        last : 1
+            Last transfer of the row.
+        final : 1
+            With `last`: last row of the pass.
+        empty : 1
+            This transfer is none: there are no rows. The only transfer of its pass.
+    reference : in, signed, array of `queries`
+        Largest z of all keys of the query, these rows and others. Stable from the job VALUES on until `values_done`.
+    z_max : out, signed, array of `queries`
+        Largest z of the rows, the least signed number for no rows; valid with `keys_done`.
+    total : out, array of `queries`
+        Sum of the weights of the rows, exact; valid with `values_done`.
+    keys_done, values_done : out
+        The last job KEYS or VALUES is through (the sums are made; `o` follows). Low from a job's transfer on.
+    empty : out
+        There were no rows in the last pass.
+    o : out stream
+        See `row_sums`: for each query, for each transfer of a row; nothing if there were no rows.
+    busy : out
+        A job is under way.
+    error : out
+        Sticky: `last` is not where a row ends, a pass has more than `rows` rows, or a value pass has another number
+        than the key pass. Results have no meaning then.
+
+    Raises
+    ------
+    ParameterError
+        When a transfer would have elements of two groups, or an argument is out of range.
+    """
+
+    def __init__(self, p: PqParameters, *, queries: int | None = None, rows: int | None = None):
+        self.p = p.check_pq()
+        if p.group % p.lanes and p.group < p.head_dim:
+            raise ParameterError(
+                f"lanes = {p.lanes}: legal for INT8 rows are the divisors of group = {p.group}, "
+                f"or any if it is at least head_dim = {p.head_dim}"
+            )
+        self.queries = check_integer("queries", p.q_parallel if queries is None else queries, 1, 64)
+        self.most_rows = check_integer("rows", default_rows(p) if rows is None else rows, 1)
+        self.row_groups = ceil_div(p.head_dim, p.group)
+        self.group_transfers = ceil_div(min(p.group, p.head_dim), p.lanes)
+        self.least_turns = ceil_div(SPACING, p.row_transfers)
+        self._exponential, self._factor = Exponential(), RowFactor()
+        self._scores = RowScores(p, self.queries)
+        self._sums = BlockSums(
+            p.lanes, self._address(p.row_transfers - 1, self.queries - 1) + 1, sum_width(self.most_rows)
+        )
+        # Cycles of a turn. The element's operand waits for the weight's in both passes.
+        self._weight_cycle = 4 + self._exponential.latency
+        self._operand_cycle = self._weight_cycle + self._factor.latency + 1
+        self._sum_cycle = self._operand_cycle + 1 - self._sums.product_delay
+        self._tree_levels = (p.lanes - 1).bit_length()
+        self._z_cycle = self._operand_cycle + 1 + self._tree_levels + self._scores.latency
+        self.key_latency = 1 + self._z_cycle + 3
+        self.value_latency = 1 + self._sum_cycle + self._sums.latency + 3
+        layout = row_sums(p, queries=self.queries, rows=self.most_rows)
+        elements = data.ArrayLayout(signed(8), p.lanes)
+        super().__init__(
+            {
+                "job": In(stream.Signature(data.StructLayout({"kind": Int8Job, "count": range(self.queries + 1)}))),
+                "q": In(stream.Signature(data.StructLayout({"data": elements, "scale": 16, "last": 1}))),
+                "rows": In(
+                    stream.Signature(
+                        data.StructLayout({"data": elements, "scale": 16, "last": 1, "final": 1, "empty": 1})
+                    )
+                ),
+                "reference": In(signed(LOG_WIDTH)).array(self.queries),
+                "z_max": Out(signed(LOG_WIDTH)).array(self.queries),
+                "total": Out(total_width(self.most_rows)).array(self.queries),
+                "keys_done": Out(1),
+                "values_done": Out(1),
+                "empty": Out(1),
+                "o": Out(stream.Signature(layout)),
+                "busy": Out(1),
+                "error": Out(1),
+            }
+        )
+
+    def turns(self, count: int) -> int:
+        """Cycles that a transfer of a row takes with *count* queries."""
+        return max(count, self.least_turns)
+
+    def _address(self, transfer, vector):
+        """Word of a transfer and query, numbers or values."""
+        bits = (self.queries - 1).bit_length()
+        if isinstance(transfer, int):
+            return transfer << bits | vector
+        return Cat(vector[:bits], transfer)
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        pipeline = Pipeline(m)
+        register = pipeline.register
+        transfers = p.row_transfers
+        job, queries, rows = self.job.payload, self.q.payload, self.rows.payload
+
+        # The job.
+        count = Signal(range(self.queries + 1), init=1)
+        values = Signal()
+        idle, loading, passing, sending = Signal(), Signal(), Signal(), Signal()
+        end_of_keys, end_of_values, sent = Signal(), Signal(), Signal()
+        take_job, take_query, take_row = (stream.valid & stream.ready for stream in (self.job, self.q, self.rows))
+        query_end, pass_end, no_rows = Signal(), Signal(), Signal()
+        m.d.comb += [self.job.ready.eq(idle), self.q.ready.eq(loading), self.busy.eq(~idle)]
+        with m.FSM(name="job"):
+            with m.State("IDLE"):
+                m.d.comb += idle.eq(1)
+                with m.If(self.job.valid):
+                    with m.If(job.kind == Int8Job.QUERIES):
+                        m.next = "QUERIES"
+                    with m.Else():
+                        m.next = "PASS"
+            with m.State("QUERIES"):
+                m.d.comb += loading.eq(1)
+                with m.If(query_end):
+                    m.next = "IDLE"
+            with m.State("PASS"):
+                m.d.comb += passing.eq(1)
+                with m.If(no_rows):
+                    m.next = "IDLE"
+                with m.Elif(pass_end):
+                    m.next = "DRAIN"
+            with m.State("DRAIN"):
+                with m.If(end_of_keys):
+                    m.next = "IDLE"
+                with m.If(end_of_values):
+                    m.next = "SEND"
+            with m.State("SEND"):
+                m.d.comb += sending.eq(1)
+                with m.If(sent):
+                    m.next = "IDLE"
+        turns = Signal(range(max(self.queries, self.least_turns) + 1))
+        starts = take_job & (job.kind != Int8Job.QUERIES)
+        with m.If(take_job):
+            m.d.sync += values.eq(job.kind == Int8Job.VALUES)
+            with m.If(job.kind == Int8Job.QUERIES):
+                m.d.sync += [
+                    count.eq(job.count),
+                    turns.eq(Mux(job.count < self.least_turns, self.least_turns, job.count)),
+                ]
+        with m.If(starts):
+            m.d.sync += [self.keys_done.eq(0), self.values_done.eq(0), self.empty.eq(0)]
+        with m.Elif(no_rows):
+            m.d.sync += [self.keys_done.eq(~values), self.values_done.eq(values), self.empty.eq(1)]
+        with m.Elif(end_of_keys | end_of_values):
+            m.d.sync += [self.keys_done.eq(end_of_keys), self.values_done.eq(end_of_values)]
+
+        # Queries.
+        m.submodules.queries = query_words = memory.Memory(
+            shape=8 * p.lanes,
+            depth=max(2, self._address(transfers - 1, self.queries - 1) + 1),
+            init=[],
+            attrs={"no_rw_check": 1},
+        )
+        query_write, query_read = query_words.write_port(), query_words.read_port()
+        query_vector, query_transfer = Signal(index(self.queries)), Signal(index(transfers))
+        query_row_end = query_transfer == transfers - 1
+        m.d.comb += [
+            query_write.addr.eq(self._address(query_transfer, query_vector)),
+            query_write.data.eq(queries.data),
+            query_write.en.eq(take_query),
+            self._scores.scale_write.eq(take_query & query_row_end),
+            self._scores.scale_vector.eq(query_vector),
+            self._scores.query_scale.eq(queries.scale),
+            query_end.eq(take_query & query_row_end & (query_vector + 1 == count)),
+        ]
+        with m.If(take_query):
+            m.d.sync += query_transfer.eq(Mux(query_row_end, 0, query_transfer + 1))
+            with m.If(query_row_end):
+                m.d.sync += query_vector.eq(Mux(query_end, 0, query_vector + 1))
+
+        # Rows, a transfer at a time. It stays until every query has had its turn.
+        transfer, group_transfer = Signal(index(transfers)), Signal(index(self.group_transfers))
+        first_row, first_group = Signal(), Signal()
+        row, key_rows = Signal(range(self.most_rows + 1)), Signal(range(self.most_rows + 1))
+        row_end, group_end, last_group = Signal(), Signal(), Signal()
+        m.d.comb += [
+            row_end.eq(transfer == transfers - 1),
+            group_end.eq(row_end | (group_transfer == self.group_transfers - 1)),
+            last_group.eq(transfer >= (self.row_groups - 1) * self.group_transfers),
+            no_rows.eq(take_row & rows.empty),
+            pass_end.eq(take_row & rows.last & rows.final),
+        ]
+        with m.If(starts):
+            m.d.sync += [transfer.eq(0), group_transfer.eq(0), first_group.eq(1), first_row.eq(1), row.eq(0)]
+        with m.Elif(take_row):
+            m.d.sync += [
+                transfer.eq(Mux(row_end, 0, transfer + 1)),
+                group_transfer.eq(Mux(group_end, 0, group_transfer + 1)),
+            ]
+            with m.If(row_end):
+                m.d.sync += [first_group.eq(1), first_row.eq(0), row.eq(row + 1)]
+            with m.Elif(group_end):
+                m.d.sync += first_group.eq(0)
+        rows_now = Mux(no_rows, 0, row + 1)
+        with m.If(no_rows | pass_end):
+            with m.If(~values):
+                m.d.sync += key_rows.eq(rows_now)
+            with m.Elif(key_rows != rows_now):
+                m.d.sync += self.error.eq(1)
+        wrong_end = ~rows.empty & ((rows.last != row_end) | (row == self.most_rows))
+        with m.If((take_row & wrong_end) | (take_query & (queries.last != query_row_end))):
+            m.d.sync += self.error.eq(1)
+
+        held = Signal()
+        x = Signal(data.ArrayLayout(signed(8), p.lanes), reset_less=True)
+        position = Signal(Position(transfers), reset_less=True)
+        turn = Signal(range(max(2, self.queries, self.least_turns)))
+        group_wait = Signal(range(SPACING))
+        blocked, passes, goes, last_turn = Signal(), Signal(), Signal(), Signal()
+        m.d.comb += [
+            # Two groups of one row meet in the fp32 sum.
+            blocked.eq(~values & position.last & ~position.first_group & (turn == 0) & (group_wait != 0)),
+            goes.eq(held & ~blocked & (turn < count)),
+            last_turn.eq(goes & position.last_transfer & (turn + 1 == count)),
+            passes.eq(~held | (~blocked & (turn + 1 == turns))),
+            self.rows.ready.eq(passing & passes),
+        ]
+        with m.If(passes):
+            m.d.sync += [held.eq(take_row & ~rows.empty), turn.eq(0)]
+        with m.Elif(~blocked):
+            m.d.sync += turn.eq(turn + 1)
+        with m.If(goes & position.last & ~position.last_transfer & (turn == 0)):
+            m.d.sync += group_wait.eq(SPACING - 1)
+        with m.Elif(group_wait != 0):
+            m.d.sync += group_wait.eq(group_wait - 1)
+        with m.If(take_row):
+            tail_lanes = p.head_dim - (transfers - 1) * p.lanes
+            m.d.sync += [
+                *(x[lane].eq(rows.data[lane]) for lane in range(tail_lanes)),
+                *(x[lane].eq(Mux(row_end, 0, rows.data[lane])) for lane in range(tail_lanes, p.lanes)),
+                position.transfer.eq(transfer),
+                position.first_row.eq(first_row),
+                position.first_transfer.eq(transfer == 0),
+                position.last_transfer.eq(row_end),
+                position.first.eq(group_transfer == 0),
+                position.last.eq(group_end),
+                position.first_group.eq(first_group),
+                position.last_group.eq(last_group),
+                position.final.eq(rows.final),
+                position.scale.eq(rows.scale),
+            ]
+
+        # Logarithms, in the order in which the key pass makes them and the value pass needs them. Passes do not
+        # overlap: no address is read and written in one cycle.
+        m.submodules.logarithms = logarithms = memory.Memory(
+            shape=signed(LOG_WIDTH), depth=max(2, self.most_rows * self.queries), init=[], attrs={"no_rw_check": 1}
+        )
+        log_write, log_read = logarithms.write_port(), logarithms.read_port()
+        row_base, log_address = Signal.like(log_read.addr), Signal.like(log_write.addr)
+        with m.If(starts):
+            m.d.sync += row_base.eq(0)
+        with m.Elif(last_turn):
+            m.d.sync += row_base.eq(row_base + count)
+
+        # Cycles 0 to 3: how far a row's z is below the reference. Then its weight.
+        m.submodules.exponential = exponential = self._exponential
+        vector = turn[: len(Signal(index(self.queries)))]
+        z = register(log_read.data, "z")
+        reference = register(self._of(self.reference, register(vector, "vector", cycles=2)), "reference")
+        m.d.comb += [
+            log_read.addr.eq(register((row_base + vector)[: len(row_base)], "log_address")),
+            log_read.en.eq(pipeline.valid(goes & values, cycles=1)),
+            exponential.x.eq(register((reference - z)[:LOG_WIDTH], "below")),
+        ]
+
+        # The turn waits for its weight, the elements for their operand.
+        turn_layout = data.StructLayout({"vector": index(self.queries), "position": Position(transfers)})
+        m.submodules.turns = turns_line = DelayLine(turn_layout, self._weight_cycle - 1)
+        m.submodules.elements = elements_line = DelayLine(x.shape(), self._operand_cycle - 1)
+        m.d.comb += [
+            turns_line.i.vector.eq(vector),
+            turns_line.i.position.eq(position),
+            elements_line.i.eq(x),
+        ]
+
+        def delayed(view, cycles):
+            return data.View(turn_layout, register(view.as_value(), "turn", cycles=cycles))
+
+        weighed = delayed(turns_line.o, 1)
+        m.submodules.factor = factor = self._factor
+        m.d.comb += [factor.weight.eq(exponential.w), factor.scale.eq(weighed.position.scale)]
+
+        # The sums of the weights; two rows of one query are `SPACING` cycles apart at least.
+        begins = goes & values & position.first_transfer
+        counted = pipeline.valid(begins, cycles=self._weight_cycle + 1)
+        counted_vector = register(weighed.vector, "counted_vector")
+        total = register(self._of(self.total, weighed.vector), "total") + register(exponential.w, "weight")
+        for number in range(self.queries):
+            with m.If(starts & (job.kind == Int8Job.VALUES)):
+                m.d.sync += self.total[number].eq(0)
+            with m.Elif(counted & (counted_vector == number)):
+                m.d.sync += self.total[number].eq(total)
+
+        # The multipliers.
+        summed = delayed(weighed, self._sum_cycle - self._weight_cycle)
+        m.d.comb += [
+            query_read.addr.eq(self._address(summed.position.transfer, summed.vector)),
+            query_read.en.eq(pipeline.valid(goes & ~values, cycles=self._sum_cycle)),
+        ]
+        elements = register(elements_line.o.as_value(), "elements")
+        products = []
+        for lane in range(p.lanes):
+            operand = Mux(values, factor.factor, query_read.data[8 * lane : 8 * lane + 8].as_signed())
+            operand = register(operand, "operand")
+            products.append(register(elements[8 * lane : 8 * lane + 8].as_signed() * operand, "product"))
+
+        # Values.
+        m.submodules.sums = sums = self._sums
+        m.d.comb += [
+            sums.valid.eq(pipeline.valid(goes & values, cycles=self._sum_cycle)),
+            sums.address.eq(self._address(summed.position.transfer, summed.vector)),
+            sums.first.eq(summed.position.first_row),
+            sums.place.eq(register(factor.place, "place")),
+            *(sums.products[lane].eq(product) for lane, product in enumerate(products)),
+            end_of_values.eq(
+                pipeline.valid(last_turn & position.final & values, cycles=self._sum_cycle + sums.latency)
+            ),
+        ]
+        self._send(m, sums, count, sending, sent)
+
+        # Keys.
+        m.submodules.scores = scores = self._scores
+        level = [product[:16].as_signed() for product in products]
+        while len(level) > 1:
+            level = [register(a + b, "partial") for a, b in zip(level[::2], level[1::2], strict=True)]
+        tree_cycles = self._sums.product_delay + self._tree_levels
+        scored = delayed(summed, tree_cycles)
+        m.d.comb += [
+            scores.valid.eq(pipeline.valid(goes & ~values, cycles=self._sum_cycle + tree_cycles)),
+            scores.vector.eq(scored.vector),
+            scores.partial.eq(level[0]),
+            scores.scale.eq(scored.position.scale),
+            *(
+                getattr(scores, name).eq(scored.position[name])
+                for name in ("first", "last", "first_group", "last_group")
+            ),
+            log_write.addr.eq(log_address),
+            log_write.data.eq(scores.z),
+            log_write.en.eq(scores.o_valid),
+        ]
+        with m.If(starts):
+            m.d.sync += log_address.eq(0)
+        with m.Elif(scores.o_valid):
+            m.d.sync += log_address.eq(log_address + 1)
+
+        # The largest z of each query.
+        z = register(scores.z, "z", cycles=2)
+        largest = register(self._of(self.z_max, scores.o_vector), "largest")
+        larger = register(register(scores.z, "z") > largest, "larger")
+        z_vector = register(scores.o_vector, "z_vector", cycles=2)
+        compared = pipeline.valid(scores.o_valid, cycles=2)
+        for number in range(self.queries):
+            with m.If(starts & (job.kind == Int8Job.KEYS)):
+                m.d.sync += self.z_max[number].eq(LOG_LEAST)
+            with m.Elif(compared & larger & (z_vector == number)):
+                m.d.sync += self.z_max[number].eq(z)
+        m.d.comb += end_of_keys.eq(pipeline.valid(last_turn & position.final & ~values, cycles=self._z_cycle + 3))
+        return m
+
+    def _of(self, ports, vector):
+        """The port of a query."""
+        return Array(ports)[vector] if self.queries > 1 else ports[0]
+
+    def _send(self, m: Module, sums: BlockSums, count: Signal, sending: Signal, sent: Signal):
+        """Reads the sums, query by query."""
+        transfers = self.p.row_transfers
+        m.submodules.queue = queue = OutputQueue(self.o.payload.shape())
+        wiring.connect(m, queue.o, wiring.flipped(self.o))
+        vector, transfer = Signal(index(self.queries)), Signal(index(transfers))
+        asked, fetched, last = Signal(), Signal(), Signal()
+        asks = sending & ~asked
+        row_end = transfer == transfers - 1
+        last_word = row_end & (vector + 1 == count)
+        fetched_vector = Signal.like(vector)
+        with m.If(queue.advance):
+            m.d.sync += [fetched.eq(asks), fetched_vector.eq(vector), last.eq(last_word)]
+            with m.If(asks):
+                m.d.sync += [
+                    transfer.eq(Mux(row_end, 0, transfer + 1)),
+                    vector.eq(Mux(last_word, 0, vector + row_end)),
+                    asked.eq(last_word),
+                ]
+        with m.If(sent):
+            m.d.sync += asked.eq(0)
+        m.d.comb += [
+            sums.look_enable.eq(queue.advance & asks),
+            sums.look_address.eq(self._address(transfer, vector)),
+            queue.valid.eq(fetched),
+            queue.payload.data.eq(sums.look.sums),
+            queue.payload.exponent.eq(sums.look.place - PLACE_OFFSET),
+            queue.payload.vector.eq(fetched_vector),
+            queue.payload.last.eq(last),
+            sent.eq(self.o.valid & self.o.ready & self.o.payload.last),
+        ]
