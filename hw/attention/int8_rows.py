@@ -298,18 +298,16 @@ class RowScores(wiring.Component):
         In the order of the rows' last partial sums.
     """
 
+    _meet = 1 + ScaledProduct.latency  # cycle in which a group's product meets the sum of those before
+    _row = _meet + FloatAdder.latency + 1
+    latency = _row + ScoreScaler.latency
+
     def __init__(self, p: PqParameters, queries: int):
         self.p = p
         self.queries = queries
         self.group = min(p.group, p.head_dim)
         self.sum_width = signed_width(INT8_MAGNITUDE**2 * self.group)
         self.partial_width = signed_width(INT8_MAGNITUDE**2 * min(p.lanes, self.group))
-        self._product = ScaledProduct(self.sum_width)
-        self._adder = FloatAdder()
-        self._scaler = ScoreScaler(FP32_MANTISSA + 1)
-        self._meet = 1 + self._product.latency
-        self._row = self._meet + self._adder.latency + 1
-        self.latency = self._row + self._scaler.latency
         vector = index(queries)
         super().__init__(
             {
@@ -334,9 +332,9 @@ class RowScores(wiring.Component):
         m = Module()
         pipeline = Pipeline(m)
         register = pipeline.register
-        m.submodules.product = product = self._product
-        m.submodules.adder = adder = self._adder
-        m.submodules.scaler = scaler = self._scaler
+        m.submodules.product = product = ScaledProduct(self.sum_width)
+        m.submodules.adder = adder = FloatAdder()
+        m.submodules.scaler = scaler = ScoreScaler(FP32_MANTISSA + 1)
 
         def table(name, shape):
             """A word per query in LUT RAM, read in the cycle in which it is asked for."""
@@ -511,20 +509,16 @@ class Int8Rows(wiring.Component):
         self.most_rows = check_integer("rows", default_rows(p) if rows is None else rows, 1)
         self.row_groups = ceil_div(p.head_dim, p.group)
         self.group_transfers = ceil_div(min(p.group, p.head_dim), p.lanes)
+        self._words = self._address(p.row_transfers - 1, self.queries - 1) + 1
         self.least_turns = ceil_div(SPACING, p.row_transfers)
-        self._exponential, self._factor = Exponential(), RowFactor()
-        self._scores = RowScores(p, self.queries)
-        self._sums = BlockSums(
-            p.lanes, self._address(p.row_transfers - 1, self.queries - 1) + 1, sum_width(self.most_rows)
-        )
         # Cycles of a turn. The element's operand waits for the weight's in both passes.
-        self._weight_cycle = 4 + self._exponential.latency
-        self._operand_cycle = self._weight_cycle + self._factor.latency + 1
-        self._sum_cycle = self._operand_cycle + 1 - self._sums.product_delay
+        self._weight_cycle = 4 + Exponential.latency
+        self._operand_cycle = self._weight_cycle + RowFactor.latency + 1
+        self._sum_cycle = self._operand_cycle + 1 - BlockSums.product_delay
         self._tree_levels = (p.lanes - 1).bit_length()
-        self._z_cycle = self._operand_cycle + 1 + self._tree_levels + self._scores.latency
+        self._z_cycle = self._operand_cycle + 1 + self._tree_levels + RowScores.latency
         self.key_latency = 1 + self._z_cycle + 3
-        self.value_latency = 1 + self._sum_cycle + self._sums.latency + 3
+        self.value_latency = 1 + self._sum_cycle + BlockSums.latency + 3
         layout = row_sums(p, queries=self.queries, rows=self.most_rows)
         elements = data.ArrayLayout(signed(8), p.lanes)
         super().__init__(
@@ -619,9 +613,10 @@ class Int8Rows(wiring.Component):
             m.d.sync += [self.keys_done.eq(end_of_keys), self.values_done.eq(end_of_values)]
 
         # Queries.
+        m.submodules.scores = scores = RowScores(p, self.queries)
         m.submodules.queries = query_words = memory.Memory(
             shape=8 * p.lanes,
-            depth=max(2, self._address(transfers - 1, self.queries - 1) + 1),
+            depth=max(2, self._words),
             init=[],
             attrs={"no_rw_check": 1},
         )
@@ -632,9 +627,9 @@ class Int8Rows(wiring.Component):
             query_write.addr.eq(self._address(query_transfer, query_vector)),
             query_write.data.eq(queries.data),
             query_write.en.eq(take_query),
-            self._scores.scale_write.eq(take_query & query_row_end),
-            self._scores.scale_vector.eq(query_vector),
-            self._scores.query_scale.eq(queries.scale),
+            scores.scale_write.eq(take_query & query_row_end),
+            scores.scale_vector.eq(query_vector),
+            scores.query_scale.eq(queries.scale),
             query_end.eq(take_query & query_row_end & (query_vector + 1 == count)),
         ]
         with m.If(take_query):
@@ -650,7 +645,7 @@ class Int8Rows(wiring.Component):
         m.d.comb += [
             row_end.eq(transfer == transfers - 1),
             group_end.eq(row_end | (group_transfer == self.group_transfers - 1)),
-            last_group.eq(transfer >= (self.row_groups - 1) * self.group_transfers),
+            last_group.eq(1 if self.row_groups == 1 else transfer >= (self.row_groups - 1) * self.group_transfers),
             no_rows.eq(take_row & rows.empty),
             pass_end.eq(take_row & rows.last & rows.final),
         ]
@@ -727,7 +722,7 @@ class Int8Rows(wiring.Component):
             m.d.sync += row_base.eq(row_base + count)
 
         # Cycles 0 to 3: how far a row's z is below the reference. Then its weight.
-        m.submodules.exponential = exponential = self._exponential
+        m.submodules.exponential = exponential = Exponential()
         vector = turn[: len(Signal(index(self.queries)))]
         z = register(log_read.data, "z")
         reference = register(self._of(self.reference, register(vector, "vector", cycles=2)), "reference")
@@ -751,7 +746,7 @@ class Int8Rows(wiring.Component):
             return data.View(turn_layout, register(view.as_value(), "turn", cycles=cycles))
 
         weighed = delayed(turns_line.o, 1)
-        m.submodules.factor = factor = self._factor
+        m.submodules.factor = factor = RowFactor()
         m.d.comb += [factor.weight.eq(exponential.w), factor.scale.eq(weighed.position.scale)]
 
         # The sums of the weights; two rows of one query are `SPACING` cycles apart at least.
@@ -779,7 +774,7 @@ class Int8Rows(wiring.Component):
             products.append(register(elements[8 * lane : 8 * lane + 8].as_signed() * operand, "product"))
 
         # Values.
-        m.submodules.sums = sums = self._sums
+        m.submodules.sums = sums = BlockSums(p.lanes, self._words, sum_width(self.most_rows))
         m.d.comb += [
             sums.valid.eq(pipeline.valid(goes & values, cycles=self._sum_cycle)),
             sums.address.eq(self._address(summed.position.transfer, summed.vector)),
@@ -793,11 +788,10 @@ class Int8Rows(wiring.Component):
         self._send(m, sums, count, sending, sent)
 
         # Keys.
-        m.submodules.scores = scores = self._scores
         level = [product[:16].as_signed() for product in products]
         while len(level) > 1:
             level = [register(a + b, "partial") for a, b in zip(level[::2], level[1::2], strict=True)]
-        tree_cycles = self._sums.product_delay + self._tree_levels
+        tree_cycles = BlockSums.product_delay + self._tree_levels
         scored = delayed(summed, tree_cycles)
         m.d.comb += [
             scores.valid.eq(pipeline.valid(goes & ~values, cycles=self._sum_cycle + tree_cycles)),

@@ -115,7 +115,6 @@ def row_words(p, layout, rows, scales):
 def stimulus(p, cases, reference, queries=None, rows=None):
     """Jobs QUERIES, KEYS, VALUES of each case in turn."""
     dut = Int8Rows(p, queries=queries, rows=rows)
-    dut.elaborate(None)
     job, q, row = (stream.payload.shape() for stream in (dut.job, dut.q, dut.rows))
     jobs, q_words, words, outputs = [], [], [], 0
     for case in cases:
