@@ -25,6 +25,12 @@ class Table(enum.IntEnum):
     END = 4
     """Ends the head's sequence; `index` and `value` are ignored."""
 
+    CODEBOOK_K = 5
+    """fp16 scale of the head's codebook of keys; `index` is ignored."""
+
+    CODEBOOK_V = 6
+    """fp16 scale of the head's codebook of values; `index` is ignored."""
+
 
 class TableWrite(data.StructLayout):
     """A transfer of the table port.
