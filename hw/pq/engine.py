@@ -25,6 +25,7 @@ from kvant.hw.pq.codebook_jobs import (
     table_output,
     word_input,
 )
+from kvant.hw.pq.grid_position import GridPosition
 from kvant.hw.pq.job_vectors import BatchVectors, QueryVectors
 from kvant.hw.pq.nearest import NearestSearch
 from kvant.hw.pq.parameters import PqParameters
@@ -62,6 +63,9 @@ class CodebookEngine(wiring.Component):
 
     Attributes
     ----------
+    loading_latency : int
+        Cycles in which an encode job is taken, with a row that is offered at once, to the first word, beside one for
+        each piece of `position_lanes` elements.
     table_latency : int
         Cycles in which a word on `attend_words` is taken to the first of its entries on `table`.
     codes_latency, out_latency : int
@@ -113,7 +117,8 @@ class CodebookEngine(wiring.Component):
         self._operand_stage = bin_latency + 2
         self._product_stage = self._operand_stage + self._array.product_latency
         self._sum_stage = self._operand_stage + self._array.sum_latency
-        self.table_latency = self._sum_stage + 1
+        self.loading_latency = GridPosition.latency + 3
+        self.table_latency = self._sum_stage + 2
         queue = {True: 1, False: 2}  # from a push to the output, of a register and of a memory
         self.codes_latency = self._sum_stage + 4 + queue[p.batch_tokens == 1]
         self.out_latency = self._product_stage + 3 + queue[p.q_parallel == 1]

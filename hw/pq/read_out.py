@@ -48,8 +48,7 @@ class BinPieces(wiring.Component):
         pieces = []
         for bins in self.bins:
             above = Signal(p.bin_width - PIECE_BITS, reset_less=True, name="above")
-            with m.If(self.lower):
-                m.d.sync += above.eq(bins[PIECE_BITS:])
+            m.d.sync += above.eq(Mux(self.lower, bins[PIECE_BITS:], above))
             window = Mux(self.upper, above, bins)[: PIECE_BITS + most]
             for k in reversed(range(most.bit_length())):
                 shifted = Signal(len(window), name="shifted")

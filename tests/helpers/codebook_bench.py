@@ -74,9 +74,9 @@ class EngineBench(wiring.Component):
 
         layout = engine.bins.shape()
         init = []
-        for bins in self.bins:
+        for of_job in self.bins:
             padded = np.zeros((p.q_parallel, p.slices, p.slice_subspaces, p.centroids), object)
-            bins = np.asarray(bins).reshape(-1, *padded.shape[1:])
+            bins = np.asarray(of_job).reshape(-1, *padded.shape[1:])
             padded[: len(bins)] = bins
             for query in padded:
                 for piece in query:
@@ -128,10 +128,10 @@ def row_transfers(p, rows, bits, rng):
     values, last = [], []
     surplus = p.row_transfers * p.lanes - p.head_dim
     for row in rows:
-        row = [int(one) for one in row] + [int(one) for one in rng.integers(0, 1 << bits, surplus)]
-        for first in range(0, len(row), p.lanes):
-            values.append(sum(one << (bits * lane) for lane, one in enumerate(row[first : first + p.lanes])))
-            last.append(int(first + p.lanes >= len(row)))
+        elements = [int(one) for one in (*row, *rng.integers(0, 1 << bits, surplus))]
+        for first in range(0, len(elements), p.lanes):
+            values.append(sum(one << (bits * lane) for lane, one in enumerate(elements[first : first + p.lanes])))
+            last.append(int(first + p.lanes >= len(elements)))
     return values, last
 
 
@@ -234,7 +234,7 @@ class Jobs:
             return [
                 {
                     key: split(data.StructLayout({key: layout.members[key]}), word)[key]
-                    for key, word in zip(transfers, row)
+                    for key, word in zip(transfers, row, strict=True)
                 }
                 for row in zip(*transfers.values(), strict=True)
             ]
