@@ -267,16 +267,20 @@ class FloatAdder(wiring.Component):
         a, b = self.a, self.b
         swap = Signal()
         m.d.comb += swap.eq(a[:31] < b[:31])
-        large = register(Mux(swap, b, a), "large")
+        # (The larger one in parts: of a whole one, selects would stand where Icarus takes all bits, once the unit has an
+        # enable.)
+        large_sign = register(Mux(swap, b[31], a[31]), "large_sign")
+        large_exponent = register(Mux(swap, b[23:31], a[23:31]), "large_exponent")
+        large_fraction = register(Mux(swap, b[:23], a[:23]), "large_fraction")
         small = register(Mux(swap, a, b), "small")
         distance = register(Mux(swap, b[23:31] - a[23:31], a[23:31] - b[23:31])[:8], "distance")
 
         # Cycle 1: the smaller one aligned, two guard bits below it and what falls off gathered in a third. A shift by
         # 26 or more leaves only that one.
-        subtract = register(large[31] ^ small[31], "subtract")
-        sign = register(large[31], "sign", cycles=4)
-        exponent = register(large[23:31], "exponent", cycles=3)
-        large_mantissa = register(Cat(large[:23], large[23:31].any()), "large_mantissa")
+        subtract = register(large_sign ^ small[31], "subtract")
+        sign = register(large_sign, "sign", cycles=4)
+        exponent = register(large_exponent, "exponent", cycles=3)
+        large_mantissa = register(Cat(large_fraction, large_exponent.any()), "large_mantissa")
         amount = Mux(distance[5:].any(), 31, distance[:5])
         aligned, sticky = shift_right_sticky(m, Cat(Const(0, 2), small[:23], small[23:31].any()), amount)
         aligned = register(Cat(sticky, aligned), "aligned")

@@ -228,7 +228,7 @@ class TestSeededFaults:
         monkeypatch.setattr(hardware, "larger", lambda a, b: a)
         p = PqParameters(capacity=20, group=20, **SHAPES[1])
         with pytest.raises(AssertionError):
-            check(p, *example(p, [20, 9]))
+            check(p, [[[k, -k] for k in range(20)]], [[0, 0]], torch.tensor([1.0, 1.0]))
 
 
 def test_every_tool_is_silent(tmp_path):
