@@ -135,6 +135,11 @@ def row_transfers(p, rows, bits, rng):
     return values, last
 
 
+def words_of(layout, rows):
+    """Dicts of a layout's fields as integers."""
+    return [layout.const(row).as_value().value for row in rows]
+
+
 def split(layout, word):
     """Fields of a word as plain integers and lists."""
     view = layout.from_bits(word)
@@ -161,15 +166,14 @@ class Jobs:
             self.inputs[name].setdefault(key, []).extend(values)
 
     def _attend(self, **job):
-        self._add("attend_job", data=[attend_job(self.p).const(job).as_value().value])
+        self._add("attend_job", data=words_of(attend_job(self.p), [job]))
 
     def encode(self, x, book):
         """An encode job of rows f16 [n, d]."""
         p = self.p
         x = np.asarray(x, np.float16)
         scale = int(book.scale.numpy().view(np.uint16))
-        job = encode_job(p).const({"count": len(x), "scale": scale})
-        self._add("encode_job", data=[job.as_value().value])
+        self._add("encode_job", data=words_of(encode_job(p), [{"count": len(x), "scale": scale}]))
         values, last = row_transfers(p, x.view(np.uint16), 16, self.rng)
         self._add("rows", data=values, last=last)
         self._add("encode_words", data=codebook_words(p, book, self.rng))
