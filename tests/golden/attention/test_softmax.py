@@ -1,0 +1,178 @@
+"""The fixed-point softmax against float64: the bounds of the contract, parts, order, extremes."""
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+
+from kvant.golden.attention import softmax
+from kvant.golden.attention.softmax import (
+    LOG_FRACTION,
+    LOG_LIMIT,
+    NO_KEY,
+    bin_shift,
+    exponential,
+    logarithms,
+    reference,
+    score_factor,
+    softmax_constant,
+    weights,
+)
+from kvant.golden.errors import TensorError
+
+SEED = 20261130
+LARGEST = (1 << 24) - 1
+
+
+def from_logits(logits):
+    """Logarithms of natural logits f64 [..., T], to 16 fraction bits: what an exact score would give."""
+    return torch.round(logits * (math.log2(math.e) * (1 << LOG_FRACTION))).to(torch.int64)
+
+
+def normalised(w):
+    return w.to(torch.float64) / w.sum(-1, keepdim=True)
+
+
+def assert_within_bounds(logits):
+    """The bounds of the contract for rows of natural logits; returns what was reached of each."""
+    z = from_logits(logits)
+    w = weights(z, reference(z))
+    got, exact = normalised(w), torch.softmax(logits, -1)
+    error = (got - exact).abs()
+    relative = torch.where(exact > 2.0**-12, error / exact, 0.0)
+    reached = {
+        "sum": (got.sum(-1) - 1).abs().max().item(),
+        "weight": error.max().item(),
+        "relative": relative.max().item(),
+        "absolute sum": error.sum(-1).max().item(),
+    }
+    assert reached["sum"] <= 2.0**-10 and reached["weight"] <= 2.0**-10
+    assert reached["relative"] <= 2.0**-6 and reached["absolute sum"] <= 2.0**-8
+    # order: a larger logit never has a smaller weight
+    order = logits.argsort(-1)
+    assert (w.gather(-1, order).diff(dim=-1) >= 0).all()
+    assert (w.amax(-1) == LARGEST).all() and (w >= 0).all()
+    return reached
+
+
+def log2_logits(powers):
+    return torch.tensor(powers, dtype=torch.float64) * math.log(2)
+
+
+def adversarial(tokens, generator):
+    """Rows of logits [tokens] that a softmax of too few bits gets wrong."""
+    one_and_tail = torch.full((tokens,), -17.0, dtype=torch.float64)
+    one_and_tail[tokens // 3] = 0
+    rows = [torch.zeros(tokens, dtype=torch.float64)]
+    # the tail at every depth around the last bit of a weight, and half way down
+    for depth in (1, 8, 15.5, 17, 20, 22.999, 23.5, 24, 24.01, 24.5, 24.999, 25, 25.001, 26, 60):
+        row = torch.full((tokens,), -float(depth), dtype=torch.float64)
+        row[tokens // 3] = 0
+        rows.append(row * math.log(2))
+    for spread in (0.01, 1, 3, 10, 100, 1e4, 1e6):
+        rows.append(torch.randn(tokens, generator=generator, dtype=torch.float64) * spread)
+    rows.append(torch.linspace(0, -30, tokens, dtype=torch.float64))
+    rows.append(torch.randint(-4, 5, (tokens,), generator=generator).to(torch.float64))  # many ties
+    rows.append(torch.cat([torch.zeros(1, dtype=torch.float64), torch.full((tokens - 1,), -1e9, dtype=torch.float64)]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 256, 4096, 32768])
+def test_bounds_hold_from_1_to_32768_keys(tokens):
+    assert_within_bounds(adversarial(tokens, torch.Generator().manual_seed(SEED)))
+
+
+def test_a_flat_tail_of_32767_keys_carries_its_fifth_of_the_mass():
+    logits = torch.full((32768,), -17 * math.log(2), dtype=torch.float64)
+    logits[12345] = 0
+    z = from_logits(logits)
+    w = normalised(weights(z, reference(z)))
+    assert abs(1 - w[12345].item() - 0.2) < 2.0**-10
+
+
+def test_every_weight_is_within_its_bound_and_never_rises():
+    x = torch.arange(26 << LOG_FRACTION)
+    w = exponential(x)
+    exact = torch.exp2(24 - x.to(torch.float64) / (1 << LOG_FRACTION))
+    assert ((w - exact).abs() <= exact * 2.0**-16 + 0.5).all()
+    assert (w.diff() <= 0).all() and w[0] == LARGEST and w[-1] == 0
+    assert exponential(torch.tensor([2 * LOG_LIMIT + 1, 1 << 40])).tolist() == [0, 0]
+
+
+def test_weights_follow_the_documented_formula():
+    rng = random.Random(SEED)
+    bases = [round(2.0 ** (24 - k / 64)) for k in range(65)]
+    bases[0] -= 1
+    numbers = [rng.randrange(30 << 16) for _ in range(2000)]
+    for x, w in zip(numbers, exponential(torch.tensor(numbers)).tolist(), strict=True):
+        whole, fraction = divmod(x, 1 << 16)
+        k, r = divmod(fraction, 1 << 10)
+        v = bases[k] * 1024 - (bases[k] - bases[k + 1]) * r
+        assert w == math.floor(Fraction(v, 1 << (10 + whole)) + Fraction(1, 2))
+
+
+def test_logarithms_are_rounded_once_and_saturate():
+    rng = random.Random(SEED)
+    scores = [rng.randrange(-(1 << 24), 1 << 24) >> rng.randrange(24) for _ in range(500)]
+    factors = torch.tensor([rng.uniform(0.5, 1) * 2.0 ** rng.randrange(-60, 40) for _ in scores], dtype=torch.float32)
+    exact = [round(Fraction(a) * Fraction(f) * (1 << 16)) for a, f in zip(scores, factors.tolist(), strict=True)]
+    want = [max(-LOG_LIMIT, min(LOG_LIMIT, z)) for z in exact]
+    assert logarithms(torch.tensor(scores), factors).tolist() == want
+    assert {LOG_LIMIT, -LOG_LIMIT} <= set(want)
+    half = torch.tensor(2.0**-17)
+    assert logarithms(torch.tensor([1, 3, 5, -1, -3]), half).tolist() == [0, 2, 2, 0, -2]
+
+
+def test_the_factor_is_the_exact_product_rounded_once():
+    rng = random.Random(SEED)
+    bits = torch.tensor([[rng.randrange(0x7C00) for _ in range(2)] for _ in range(300)] + [[0, 5], [1, 1]])
+    scales = bits.to(torch.int16).view(torch.float16)
+    got = score_factor(scales[:, 0], scales[:, 1], 64)
+    c = Fraction(softmax_constant(64).item())
+    for (s_q, s_cb), factor in zip(scales.tolist(), got.tolist(), strict=True):
+        exact = c * Fraction(s_q) * Fraction(s_cb)
+        unit = Fraction(2) ** (math.frexp(float(exact))[1] - 24) if exact else 1
+        assert factor == round(exact / unit) * unit
+
+
+def test_parts_with_a_common_reference_are_the_whole():
+    generator = torch.Generator().manual_seed(SEED)
+    z = torch.randint(-(1 << 20), 1 << 20, (3, 5, 200), generator=generator)
+    whole = weights(z, reference(z))
+    parts = z.split([1, 70, 0, 129], -1)
+    largest = torch.stack([reference(part) for part in parts]).amax(0)
+    assert torch.equal(torch.cat([weights(part, largest) for part in parts], -1), whole)
+
+
+def test_a_constant_added_to_all_logarithms_changes_no_weight():
+    z = torch.randint(-(1 << 30), 1 << 30, (4, 100), generator=torch.Generator().manual_seed(SEED))
+    assert torch.equal(weights(z, reference(z)), weights(z + 987654321, reference(z + 987654321)))
+
+
+def test_absent_keys_count_nothing_and_no_key_is_neutral():
+    z = torch.tensor([[5 << 16, 0, 9 << 16], [1, 2, 3]])
+    present = torch.tensor([[True, True, False], [False, False, False]])
+    largest = reference(z, present)
+    assert largest.tolist() == [5 << 16, NO_KEY]
+    assert weights(z, largest, present).tolist() == [[LARGEST, exponential(torch.tensor(5 << 16)).item(), 0], [0, 0, 0]]
+    assert reference(z[..., :0]).tolist() == [NO_KEY, NO_KEY]
+
+
+def test_bins_are_shifted_to_32_bits():
+    totals = [0, 1, (1 << 32) - 1, 1 << 32, (1 << 33) - 1, 1 << 33, (1 << 41) - 1]
+    assert bin_shift(torch.tensor(totals)).tolist() == [0, 0, 0, 1, 1, 2, 9]
+
+
+@pytest.mark.parametrize("fault", [lambda w: w & ~0xFF, lambda w: torch.where(w < 200, 0, w), lambda w: w + w // 200])
+def test_a_worse_exponential_breaks_the_bounds(monkeypatch, fault):
+    monkeypatch.setattr(softmax, "exponential", lambda x: fault(exponential(x)))
+    with pytest.raises(AssertionError):
+        assert_within_bounds(adversarial(32768, torch.Generator().manual_seed(SEED)))
+
+
+@pytest.mark.parametrize("head_dim", [0, True, 64.0])
+def test_illegal_head_sizes_are_refused(head_dim):
+    with pytest.raises(TensorError, match="head_dim = "):
+        softmax_constant(head_dim)
