@@ -517,7 +517,7 @@ class Int8Rows(wiring.Component):
         self._sum_cycle = self._operand_cycle + 1 - BlockSums.product_delay
         self._tree_levels = (p.lanes - 1).bit_length()
         self._z_cycle = self._operand_cycle + 1 + self._tree_levels + RowScores.latency
-        self.key_latency = 1 + self._z_cycle + 3
+        self.key_latency = 1 + self._z_cycle + 4
         self.value_latency = 1 + self._sum_cycle + BlockSums.latency + 3
         layout = row_sums(p, queries=self.queries, rows=self.most_rows)
         elements = data.ArrayLayout(signed(8), p.lanes)

@@ -71,7 +71,7 @@ def largest_case(p, queries, rows, seed=SEED):
     """Everything as large as it gets, negative elements: no sum may overflow."""
     case = extreme_case(p, queries, rows, seed)
     return {
-        name: torch.full_like(tensor, 515.5 if tensor.is_floating_point() else -128) for name, tensor in case.items()
+        name: torch.full_like(tensor, 511.75 if tensor.is_floating_point() else -128) for name, tensor in case.items()
     }
 
 
@@ -141,7 +141,7 @@ def signed_bits(value, width):
 
 
 def results(p, trace, cases, layout):
-    """Of every case mantissas [B][d] and exponents [B][groups]; what is said of a transfer is checked on the way."""
+    """Of every case mantissas [B][d] and exponents [B][transfers]; order and end are checked on the way."""
     words, found = iter(trace.transfers["o"]["data"]), []
     for case in cases:
         if not len(case["k"]):
@@ -175,7 +175,8 @@ def play(p, cases, *, above=0, queries=None, rows=None, simulator="amaranth", **
         z = softmax.logarithms(y, softmax.softmax_constant(p.head_dim))
         weights = softmax.weights(z, torch.tensor(reference[: len(case["q"])]))
         sums = weighted_rows(weights, case["v"], case["v_scale"], group=p.group)
-        right.append((sums.mantissa.tolist(), sums.exponent.tolist()) if len(case["k"]) else ([], []))
+        groups = [transfer * p.lanes // p.group for transfer in range(p.row_transfers)]
+        right.append((sums.mantissa.tolist(), sums.exponent[:, groups].tolist()) if len(case["k"]) else ([], []))
     status = {"keys_done": 0, "values_done": 1, "empty": int(not len(case["k"])), "busy": 0, "error": 0}
     for k, value in enumerate(softmax.reference(z).tolist()):
         status[f"z_max_{k}"] = bits(value, 56)
@@ -211,8 +212,218 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("make", [random_case, extreme_case])
-@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
-def test_results_are_those_of_the_golden_model(shape, queries, make):
-    p = PqParameters(**SMALL, **shape, q_parallel=queries)
-    check(p, [make(p, queries, 5)])
+def test_results_are_those_of_the_golden_model(shape, make):
+    p = PqParameters(**SMALL, **shape, q_parallel=3)
+    check(p, [make(p, queries, 5, seed) for seed, queries in enumerate((1, 2, 3))])
+
+
+def test_a_block_for_one_query_gives_the_same():
+    p = PqParameters(**SMALL, head_dim=20, lanes=8, group=8)
+    check(p, [random_case(p, 1, 5), extreme_case(p, 1, 5)])
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_the_largest_results_fit(shape):
+    """As many rows as there is room for, all of them -128 and with the largest weight."""
+    p = PqParameters(**SMALL, **shape, q_parallel=2)
+    most = hardware.default_rows(p)
+    check(p, [largest_case(p, 2, most)])
+    right = golden(p, largest_case(p, 2, most))[3]
+    assert (right.mantissa < 0).all()  # -128 * -128 in the scores, -128 in the values
+    assert int(right.mantissa.abs().max()).bit_length() == hardware.sum_width(most) - 1
+
+
+@pytest.mark.parametrize("above", [12345, 24 << 16, 26 << 16, 2**50])
+def test_the_reference_may_lie_above_all_rows(above):
+    """Coded keys may have the largest logarithm: down to weights of 0, with which no row counts."""
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=16)
+    check(p, [random_case(p, 1, 5)], above=above)
+
+
+def test_one_row_and_as_many_as_there_is_room_for():
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=8, q_parallel=2)
+    check(p, [random_case(p, 2, rows, seed=rows) for rows in (1, 2, hardware.default_rows(p), 1)])
+    check(p, [random_case(p, 2, 40)], rows=40)
+
+
+def test_no_rows_are_answered_at_once():
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=8, q_parallel=2)
+    trace = check(p, [random_case(p, 2, 0)])
+    assert trace.cycles["rows"][0] - trace.cycles["job"][1] == 1
+    assert trace.cycles["job"][2] - trace.cycles["rows"][0] == 1
+    assert trace.status["z_max_1"] == bits(softmax.NO_KEY, 56) and trace.status["total_1"] == 0
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.3])
+def test_jobs_follow_each_other_and_leave_nothing_behind(stall):
+    """Heads with fewer queries than there is room for, with more and fewer rows, and with none."""
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=16)
+    cases = [random_case(p, 3, 5, 1), random_case(p, 1, 2, 2), random_case(p, 2, 0, 3), extreme_case(p, 3, 4, 4)]
+    cases += [random_case(p, 3, 0, 5), random_case(p, 3, 6, 6)]
+    check(p, cases, queries=3, stall=stall)
+    check(p, [random_case(p, 3, 5, 1), random_case(p, 3, 0, 5)], queries=3, stall=stall)
+
+
+@pytest.mark.parametrize(
+    "stall",
+    [0.3, 0.9, {"rows": [0, 1]}, {"o": [1] * 200 + [0] * 20}, {"rows": [0] * 3 + [1] * 40}, {"o": "after_valid"}],
+    ids=str,
+)
+def test_stalls_change_no_result(stall):
+    p = PqParameters(**SMALL, head_dim=8, lanes=4, group=4)
+    cases = [random_case(p, queries, 6, seed) for seed in range(3) for queries in (2, 1)]
+    check(p, cases, queries=2, stall=stall)
+
+
+@pytest.mark.parametrize("again_at", [3, 40, 75, 110])
+def test_reset_in_the_middle_equals_a_cold_start(again_at):
+    p = PqParameters(**SMALL, head_dim=8, lanes=4, group=4, q_parallel=2)
+    cold = check(p, [random_case(p, 2, 6)])
+    assert cold.cycles["o"][0] > 110
+    again = check(p, [random_case(p, 2, 6)], reset=Reset(again_at=again_at, hold_valid=again_at == 40))
+    assert again.transfers == cold.transfers
+
+
+def test_rows_follow_each_other_without_a_bubble_and_latencies_are_those_stated():
+    p = PqParameters(**SMALL, head_dim=64, lanes=8, group=64)
+    for queries in (1, 3):
+        trace = check(p, [random_case(p, queries, 8)], queries=queries)
+        taken = np.array(trace.cycles["rows"])
+        assert np.diff(taken[:64]).tolist() == [queries] * 63 == np.diff(taken[64:]).tolist()
+        keys, values = taken[63], taken[127]
+        dut = Int8Rows(p, queries=queries)
+        # The job of the values is taken as soon as that of the keys is through.
+        assert trace.cycles["job"][2] - keys == dut.key_latency + queries - 1
+        assert trace.cycles["o"][0] - values == dut.value_latency + queries - 1
+        assert np.diff(trace.cycles["o"]).tolist() == [1] * (8 * queries - 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "queries", "keys", "values"),
+    [
+        ({"head_dim": 8, "lanes": 8, "group": 8}, 3, 7, 7),
+        ({"head_dim": 32, "lanes": 8, "group": 32}, 1, 8, 8),
+        ({"head_dim": 128, "lanes": 8, "group": 64}, 1, 16, 16),
+        ({"head_dim": 80, "lanes": 16, "group": 64}, 1, 15, 10),
+        ({"head_dim": 64, "lanes": 8, "group": 8}, 1, 50, 8),
+    ],
+    ids=str,
+)
+def test_cycles_per_row_are_those_documented(shape, queries, keys, values):
+    p = PqParameters(**SMALL, **shape)
+    trace = check(p, [random_case(p, queries, 6)], queries=queries)
+    firsts = np.array(trace.cycles["rows"])[:: p.row_transfers]
+    assert np.diff(firsts[1:6]).tolist() == [keys] * 4
+    assert np.diff(firsts[7:]).tolist() == [values] * 4
+
+
+def test_memories_are_never_read_and_written_at_one_address():
+    for shape in (SHAPES[2], SHAPES[3]):
+        p = PqParameters(**SMALL, **shape)
+        with asserted_memories() as watched:
+            check(p, [random_case(p, 2, 6), random_case(p, 1, 6)], queries=2)
+        assert len(watched) == 5  # queries, logarithms, sums, two delay lines
+
+
+@pytest.mark.parametrize("fault", ["too many rows", "other rows", "last too early", "last missing", "query too long"])
+def test_what_breaks_the_protocol_raises_error(fault):
+    p = PqParameters(**SMALL, head_dim=16, lanes=8, group=8)
+    good = random_case(p, 1, 4)
+    assert (
+        simulate(lambda: Int8Rows(p), "int8_rows", stimulus(p, [good], [2**40]), simulator="amaranth").status["error"]
+        == 0
+    )
+    case = dict(random_case(p, 1, 9)) if fault == "too many rows" else dict(good)
+    if fault == "other rows":
+        case |= {"v": case["v"][:3], "v_scale": case["v_scale"][:3]}
+    made = stimulus(p, [case], [2**40])
+    words, q_words = made.inputs["rows"]["data"], made.inputs["q"]["data"]
+    last = 1 << (8 * p.lanes + 16)
+    if fault == "last too early":
+        words[0] |= last
+    elif fault == "last missing":
+        words[1] ^= last
+    elif fault == "query too long":
+        q_words[1] ^= last
+    trace = simulate(lambda: Int8Rows(p), "int8_rows", made, simulator="amaranth")
+    assert trace.status["error"] == 1 and trace.status["busy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "message"),
+    [
+        (SHAPES[5], {}, "lanes = 16: legal for INT8 rows are the divisors of group = 8, or any if it is at least "),
+        ({"head_dim": 64, "lanes": 6}, {}, "lanes = 6: legal in a product-quantised cache are the powers of two"),
+        ({}, {"queries": 0}, "queries = 0: legal is an integer from 1 to 64"),
+        ({}, {"rows": 0}, "rows = 0: legal is an integer from 1"),
+    ],
+    ids=str,
+)
+def test_parameters_that_are_not_legal_are_refused(shape, arguments, message):
+    with pytest.raises(ParameterError, match=f"^{message}"):
+        Int8Rows(PqParameters(**shape), **arguments)
+
+
+# The Verilog.
+
+
+def test_simulators_agree_in_every_cycle_and_nothing_is_unknown():
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=16, q_parallel=2)
+    cases = [random_case(p, 2, 5), extreme_case(p, 2, 6)]
+    traces = [check(p, cases, simulator=name, stall=0.2) for name in ("amaranth", "icarus", "verilator")]
+    assert traces[0] == traces[1] == traces[2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "queries"),
+    [({}, 1), ({"head_dim": 40, "group": 16}, 3), ({"head_dim": 4, "lanes": 1}, 1), ({"head_dim": 8}, 1)],
+    ids=str,
+)
+def test_every_tool_is_silent(shape, queries, tmp_path):
+    p = PqParameters(recent=8, sinks=2, **shape)
+    (tmp_path / "int8_rows.sv").write_text(emit(Int8Rows(p, queries=queries), "int8_rows").verilog)
+    assert lint(tmp_path, "int8_rows.sv", top="int8_rows") == ""
+    result = yosys(tmp_path, "read_verilog -sv int8_rows.sv; hierarchy -check -top int8_rows; proc; check -assert")
+    assert result.returncode == 0, result.stderr
+
+
+# Seeded faults: each makes a comparison above fail.
+
+
+def differs(stall=0.0, **options):
+    p = PqParameters(**SMALL, head_dim=40, lanes=8, group=16)
+    cases = [extreme_case(p, 2, 6), random_case(p, 2, 6)]
+    trace, found, right, status = play(p, cases, queries=2, stall=stall, **options)
+    return found != right or {name: trace.status[name] for name in status} != status
+
+
+def test_the_sound_block_does_not_differ():
+    assert not differs()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (hardware, "GUARD_BITS", 7),
+        (hardware, "LOG_FRACTION", 15),
+        (hardware, "SPACING", 6),
+        (hardware, "LOG_LEAST", 1 << 50),
+        (hardware, "FP16_MANTISSA", 10),
+        (RowScores, "latency", RowScores.latency - 1),
+        (BlockSums, "product_delay", BlockSums.product_delay + 1),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_fault_is_seen(where, name, value, monkeypatch):
+    monkeypatch.setattr(where, name, value)
+    assert differs()
+
+
+def test_a_product_that_is_shifted_in_place_of_the_sum_is_seen():
+    def edit(verilog):
+        changed, count = re.subn(r"grows \? (\w+(?:\[[^]]*\])?) : (\w+(?:\[[^]]*\])?);", r"grows ? \2 : \1;", verilog)
+        assert count
+        return changed
+
+    assert differs(simulator="icarus", edit_verilog=edit)
