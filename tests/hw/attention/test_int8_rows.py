@@ -155,9 +155,7 @@ def results(p, trace, cases, layout):
                 last = vector == len(case["q"]) - 1 and transfer == p.row_transfers - 1
                 assert (word.vector, word.last) == (vector, last)
                 row += [word.data[lane] for lane in range(p.lanes)]
-                if transfer * p.lanes % p.group == 0:
-                    places.append(word.exponent)
-                assert word.exponent == places[-1]
+                places.append(word.exponent)
             mantissas.append(row[: p.head_dim])
             exponents.append(places)
         found.append((mantissas, exponents))
