@@ -24,7 +24,6 @@ from kvant.hw.numeric.floating import (
     leading_zeros,
     shift_left,
 )
-from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import ParameterError, check_integer
 from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS, PqParameters
 
@@ -485,7 +484,8 @@ class Int8Rows(wiring.Component):
     empty : out
         There were no rows in the last pass.
     o : out stream
-        See `row_sums`: for each query, for each transfer of a row; nothing if there were no rows.
+        See `row_sums`: for each query, for each transfer of a row; nothing if there were no rows. A transfer every
+        second cycle at most.
     busy : out
         A job is under way.
     error : out
@@ -830,33 +830,39 @@ class Int8Rows(wiring.Component):
         return Array(ports)[vector] if self.queries > 1 else ports[0]
 
     def _send(self, m: Module, sums: BlockSums, count: Signal, sending: Signal, sent: Signal):
-        """Reads the sums, query by query."""
-        transfers = self.p.row_transfers
-        m.submodules.queue = queue = OutputQueue(self.o.payload.shape())
-        wiring.connect(m, queue.o, wiring.flipped(self.o))
+        """Reads the sums, query by query: a word waits at the memory, one more in the output register."""
+        transfers, o = self.p.row_transfers, self.o
         vector, transfer = Signal(index(self.queries)), Signal(index(transfers))
-        asked, fetched, last = Signal(), Signal(), Signal()
-        asks = sending & ~asked
+        asked, fetched = Signal(), Signal()
+        asks, moves = sending & ~asked & ~fetched, fetched & (~o.valid | o.ready)
         row_end = transfer == transfers - 1
         last_word = row_end & (vector + 1 == count)
         fetched_vector = Signal.like(vector)
-        with m.If(queue.advance):
-            m.d.sync += [fetched.eq(asks), fetched_vector.eq(vector), last.eq(last_word)]
-            with m.If(asks):
-                m.d.sync += [
-                    transfer.eq(Mux(row_end, 0, transfer + 1)),
-                    vector.eq(Mux(last_word, 0, vector + row_end)),
-                    asked.eq(last_word),
-                ]
-        with m.If(sent):
-            m.d.sync += asked.eq(0)
         m.d.comb += [
-            sums.look_enable.eq(queue.advance & asks),
+            sums.look_enable.eq(asks),
             sums.look_address.eq(self._address(transfer, vector)),
-            queue.valid.eq(fetched),
-            queue.payload.data.eq(sums.look.sums),
-            queue.payload.exponent.eq(sums.look.place - PLACE_OFFSET),
-            queue.payload.vector.eq(fetched_vector),
-            queue.payload.last.eq(last),
-            sent.eq(self.o.valid & self.o.ready & self.o.payload.last),
+            sent.eq(o.valid & o.ready & o.payload.last),
         ]
+        with m.If(asks):
+            m.d.sync += [
+                fetched.eq(1),
+                asked.eq(last_word),
+                fetched_vector.eq(vector),
+                transfer.eq(Mux(row_end, 0, transfer + 1)),
+                vector.eq(Mux(last_word, 0, vector + row_end)),
+            ]
+        with m.Else():
+            with m.If(moves):
+                m.d.sync += fetched.eq(0)
+            with m.If(sent):
+                m.d.sync += asked.eq(0)
+        with m.If(moves):
+            m.d.sync += [
+                o.valid.eq(1),
+                o.payload.data.eq(sums.look.sums),
+                o.payload.exponent.eq(sums.look.place - PLACE_OFFSET),
+                o.payload.vector.eq(fetched_vector),
+                o.payload.last.eq(asked),
+            ]
+        with m.Elif(o.ready):
+            m.d.sync += o.valid.eq(0)

@@ -294,7 +294,7 @@ def test_rows_follow_each_other_without_a_bubble_and_latencies_are_those_stated(
         # The job of the values is taken as soon as that of the keys is through.
         assert trace.cycles["job"][2] - keys == dut.key_latency + queries - 1
         assert trace.cycles["o"][0] - values == dut.value_latency + queries - 1
-        assert np.diff(trace.cycles["o"]).tolist() == [1] * (8 * queries - 1)
+        assert np.diff(trace.cycles["o"]).tolist() == [2] * (8 * queries - 1)
 
 
 @pytest.mark.parametrize(
