@@ -1,6 +1,6 @@
 """Values by bins: the attention weight of a token adds into the bins that its codes name."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -72,21 +72,22 @@ class _Bank(wiring.Component):
         m.submodules.words = words = memory.Memory(shape=word, depth=p.bank_entries, init=[], attrs={"no_rw_check": 1})
         write, read = words.write_port(), words.read_port()
         sums = Signal(word, reset_less=True)
-        fetched = read.data
+        # The block RAM's output goes straight to a register; what is forwarded meets it in front of the adder.
+        base = old = register(read.data, "old")
+        hit_2, hit_3 = (register(self.hits[k], "hit") if k + 1 in self.distances else Const(0, 1) for k in (1, 2))
         if 3 in self.distances:
-            fetched = Mux(register(self.hits[2], "hit_3"), register(sums, "sums_held"), fetched)
-        if 2 in self.distances:
-            fetched = Mux(register(self.hits[1], "hit_2"), sums, fetched)
-        old = Signal(word, reset_less=True)
-        m.d.sync += old.as_value().eq(fetched)
-        base = old
+            earlier = Signal.like(sums, name="earlier", reset_less=True)
+            held = register(sums, "sums_held")
+            m.d.sync += earlier.eq(Mux(hit_2, sums, held) if 2 in self.distances else held)
+            base = Mux(register(hit_2 | hit_3, "forward"), earlier, base)
         if 1 in self.distances:
-            base = Signal(word)
-            m.d.comb += base.as_value().eq(Mux(register(self.hits[0], "hit_1", cycles=2), sums, old))
+            base = Mux(register(self.hits[0], "hit_1", cycles=2), sums, base)
+        added = Signal(word)
+        m.d.comb += added.as_value().eq(base)
         with m.If(self.zero):
             m.d.sync += sums.as_value().eq(0)
         with m.Else():
-            m.d.sync += [sums[query].eq(base[query] + self.weights[query]) for query in range(p.q_parallel)]
+            m.d.sync += [sums[query].eq(added[query] + self.weights[query]) for query in range(p.q_parallel)]
         m.d.comb += [
             read.addr.eq(self.address),
             read.en.eq(self.access & ~self.hits[2] if 3 in self.distances else self.access),
