@@ -267,7 +267,7 @@ class FloatAdder(wiring.Component):
         a, b = self.a, self.b
         swap = Signal()
         m.d.comb += swap.eq(a[:31] < b[:31])
-        # The larger one is kept in parts: where the whole unit has an enable, Icarus complains of selects of a register.
+        # The larger one is kept in parts: in a unit with an enable, Icarus complains of selects of a register.
         large_sign = register(Mux(swap, b[31], a[31]), "large_sign")
         large_exponent = register(Mux(swap, b[23:31], a[23:31]), "large_exponent")
         large_fraction = register(Mux(swap, b[:23], a[:23]), "large_fraction")
