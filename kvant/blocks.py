@@ -22,6 +22,7 @@ BLOCKS = {
     "variance": "kvant.variance:BLOCK",
     "kcache": "kvant.kcache:BLOCK",
     "vcache": "kvant.vcache:BLOCK",
+    "pq": "kvant.pq:BLOCK",
 }
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 

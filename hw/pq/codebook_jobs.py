@@ -45,8 +45,9 @@ def query_job(p: PqParameters) -> data.StructLayout:
 
 
 def read_job(p: PqParameters) -> data.StructLayout:
-    """Bins to read out: queries, and the right shift of every bin."""
-    return data.StructLayout({"count": range(p.q_parallel + 1), "shift": SHIFT_BITS})
+    """Bins to read out: queries, and the right shift of the bins of each."""
+    shifts = data.ArrayLayout(SHIFT_BITS, p.q_parallel)
+    return data.StructLayout({"count": range(p.q_parallel + 1), "shift": shifts})
 
 
 def row_input(p: PqParameters, element) -> data.StructLayout:

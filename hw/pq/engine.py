@@ -88,7 +88,8 @@ class CodebookEngine(wiring.Component):
     table : out
         {valid, vector, slice, centroid, values, last}: no back-pressure.
     read_job : in stream
-        {count: 1 .. p.q_parallel, shift}: a shift after which the bins of a sub-space together are below 2^32.
+        {count: 1 .. p.q_parallel, shift}: of each query a shift after which the bins of a sub-space together are below
+        2^32.
     attend_words : in stream
         {data}: `p.codebook_words` for each query and read job, in the order in which these were taken; of a query and
         a read job offered in the same cycle the query job is taken first.
@@ -180,7 +181,8 @@ class CodebookEngine(wiring.Component):
             ]
 
         # Jobs for attention.
-        job_shape = data.StructLayout({"mode": Mode, "count": range(p.q_parallel + 1), "shift": SHIFT_BITS})
+        shifts = data.ArrayLayout(SHIFT_BITS, p.q_parallel)
+        job_shape = data.StructLayout({"mode": Mode, "count": range(p.q_parallel + 1), "shift": shifts})
         m.submodules.jobs = jobs = fifo.SyncFIFOBuffered(width=job_shape.size, depth=_JOBS)
         new, job = Signal(job_shape), data.View(job_shape, jobs.r_data)
         take_read = Signal()

@@ -1,7 +1,7 @@
 """Which word of which codebook meets which vector, cycle by cycle."""
 
 from amaranth.hdl import Module, Mux, Signal
-from amaranth.lib import stream, wiring
+from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.pq.codebook_jobs import SHIFT_BITS, Mode, Step, word_input
@@ -77,7 +77,7 @@ class StepSequencer(wiring.Component):
                 "attend_ready": In(1),
                 "attend_mode": In(Mode),
                 "attend_count": In(counts),
-                "attend_shift": In(SHIFT_BITS),
+                "attend_shift": In(data.ArrayLayout(SHIFT_BITS, p.q_parallel)),
                 "attend_room": In(1),
                 "attend_done": Out(1),
                 "encode_words": In(stream.Signature(word_input(p))),
@@ -98,6 +98,8 @@ class StepSequencer(wiring.Component):
         step, valid = Signal(Step(p), reset_less=True), Signal()
         word = Signal(8 * p.slice_bytes, reset_less=True)
         last_vector = Signal(Step(p).members["vector"], reset_less=True)  # number of the last one
+        # A word's vectors go on while the next job is already at hand: shifts are kept with the word.
+        shifts = Signal(self.attend_shift.shape(), reset_less=True)
         free, word_end = Signal(), Signal()
         m.d.comb += [
             word_end.eq(step.last_vector & ~step.norm & ((step.mode != Mode.READ_OUT) | step.upper)),
@@ -131,7 +133,8 @@ class StepSequencer(wiring.Component):
                 step.upper.eq(0),
                 step.vector.eq(0),
                 step.last_vector.eq(count == 1),
-                step.shift.eq(self.attend_shift),
+                step.shift.eq(self.attend_shift[0]),
+                shifts.eq(self.attend_shift),
                 last_vector.eq(count - 1),
             ]
             with m.If(take_attend):
@@ -148,6 +151,7 @@ class StepSequencer(wiring.Component):
             m.d.sync += [
                 step.upper.eq(0),
                 step.vector.eq(next_vector),
+                step.shift.eq(shifts[next_vector]),
                 step.last_vector.eq(next_vector == last_vector),
             ]
         m.d.comb += [self.valid.eq(valid), self.step.eq(step), self.word.eq(word)]

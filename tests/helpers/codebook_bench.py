@@ -11,7 +11,7 @@ from amaranth.lib.wiring import In, Out
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.encode import encode
 from kvant.golden.pq.scores import lookup_table, read_out
-from kvant.hw.pq.codebook_jobs import encode_job, read_job
+from kvant.hw.pq.codebook_jobs import SHIFT_BITS, encode_job, read_job
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus
@@ -203,13 +203,16 @@ class Jobs:
         self.table[-1] = (*self.table[-1], "last")
 
     def read(self, bins, book, shift=0):
-        """A read job of bins [n, M, 2^nbits]."""
+        """A read job of bins [n, M, 2^nbits]; *shift* of all queries, or of each."""
         p = self.p
         bins = np.asarray(bins, np.int64)
-        self._attend(read=1, count=len(bins), shift=shift)
+        shifts = np.broadcast_to(shift, len(bins))
+        packed = sum(int(each) << SHIFT_BITS * number for number, each in enumerate(shifts))
+        self._attend(read=1, count=len(bins), shift=packed)
         self._add("attend_words", data=codebook_words(p, book, self.rng))
         self.bins.append(bins)
-        out = read_out(torch.from_numpy(bins >> shift), book).numpy().reshape(len(bins), p.slices, p.slice_bytes)
+        sums = read_out(torch.from_numpy(bins >> shifts[:, None, None]), book).numpy()
+        out = sums.reshape(len(bins), p.slices, p.slice_bytes)
         self.out += [
             (slice_, vector, out[vector, slice_].tolist(), slice_ == p.slices - 1 and vector == len(bins) - 1)
             for slice_ in range(p.slices)
