@@ -280,7 +280,6 @@ class RingControl(wiring.Component):
                 "base_slot": range(ring_rows),
                 "rows": range(window + 1),  # from `base` on
                 "queued": range(p.tokens + 1),
-                "extra": range(max(2, p.frame)),  # of these after `base`
             }
         )
         base_bits = ring_rows.bit_length()
@@ -360,9 +359,8 @@ class RingControl(wiring.Component):
                     sink.eq(now.sinks != p.sinks),
                     rows.eq(total),
                     count.eq(older),
-                    makes_batch.eq(
-                        (now.sinks == p.sinks) & Mux(flush, (total > p.recent) & (older > now.extra), total == window)
-                    ),
+                    # Every row of the history adds one, so that a flush always finds one that is in no batch.
+                    makes_batch.eq((now.sinks == p.sinks) & Mux(flush, total > p.recent, total == window)),
                     self.row.eq(dense * shape.context_rows + place),
                 ]
                 m.next = "PLAN"
@@ -392,7 +390,7 @@ class RingControl(wiring.Component):
                         after.rows.eq(rows - whole),
                     ]
                     with m.If(makes_batch):
-                        m.d.sync += [after.queued.eq(now.base + count), after.extra.eq(count & (p.frame - 1))]
+                        m.d.sync += after.queued.eq(now.base + count)
                 m.d.sync += first.eq(1)
                 m.next = "MOVE"
             with m.State("MOVE"):

@@ -206,14 +206,20 @@ class Bench:
         Probability of a pause of every stream, in every cycle.
     coding : callable(random) -> int
         Cycles that the encoder takes for a batch after its last row; None: for ever.
-    replays : float or list
-        Probability of a random request in every cycle; or requests (store, head, history).
+    replays : float
+        Probability of a random request in every cycle.
     tables : list
         Writes (kind, head, index, value) before all rows.
     writes : dict
         Writes that are offered when so many rows are taken.
     reset_at : int
         Cycle of a reset; the rows then start anew.
+    requests_at : dict
+        Requests that are offered when so many rows, and transfers of the next one, are taken.
+    ends_at : dict
+        Cycles in which the end of a head's sequence is offered.
+    extra_codings : range
+        Cycles with a pulse of `coded` whatever is under way.
     row_out_pause : range
         Cycles in which no replayed row is taken.
 
@@ -238,6 +244,9 @@ class Bench:
         tables=(),
         writes=None,
         reset_at=None,
+        requests_at=None,
+        ends_at=None,
+        extra_codings=range(0),
         row_out_pause=range(0),
         seed=0,
         limit=20_000,
@@ -246,7 +255,8 @@ class Bench:
         self.model = Model(self.p)
         self.rows, self.stall, self.coding, self.replays = rows, stall, coding, replays
         self.tables, self.writes, self.reset_at, self.limit = list(tables), dict(writes or {}), reset_at, limit
-        self.row_out_pause = row_out_pause
+        self.row_out_pause, self.extra_codings = row_out_pause, extra_codings
+        self.requests_at, self.ends_at = dict(requests_at or {}), dict(ends_at or {})
         self.rng = random.Random(seed)
 
     def run(self):
@@ -286,7 +296,6 @@ class Bench:
     async def _play(self, ctx, reset):
         self._cold()
         self.request, self.cfg_queue = None, deque(self.tables)
-        self.requests = deque(self.replays) if isinstance(self.replays, list) else None
         self.replay_limit = 200
         self.cycle = idle = 0
         while True:
@@ -336,17 +345,14 @@ class Bench:
 
     def _busy(self):
         """Something is still to be done."""
-        waiting = (self.cfg_queue, self.requests, self.at_work, self.batch_words, self.row_words)
+        waiting = (self.cfg_queue, self.requests_at, self.ends_at, self.at_work, self.batch_words, self.row_words)
         ahead = self.rows_taken < len(self.rows) or self.jobs_taken < len(self.model.batches)
         return any(map(bool, waiting)) or ahead or self.request is not None
 
     def _nothing_will_come(self):
-        """The row at the port waits, and no batch that could help it will be complete."""
-        return (
-            self.offered["x"]
-            and not self.model.may_begin(self.row)
-            and not any(cycles is not None for cycles in self.at_work)
-        )
+        """The row at the port waits, and nothing that could help it is on its way."""
+        helps = self.ends_at or self.cfg_queue or any(cycles is not None for cycles in self.at_work)
+        return self.offered["x"] and not self.model.may_begin(self.row) and not helps
 
     def _offer(self, ctx):
         """Inputs of this cycle."""
@@ -360,11 +366,14 @@ class Bench:
         if self.transfer == 0 and not offered["x"]:
             self.cfg_queue.extend(self.writes.pop(self.rows_taken, ()))
         if self.request is None and self.replay_limit and len(self.model.scales) == 2 * p.heads:
-            if self.requests:
-                self.request = self.requests.popleft()
-            elif self.requests is None and rng.random() < self.replays:
+            place = self.rows_taken, self.transfer
+            if place in self.requests_at:
+                self.request = self.requests_at.pop(place)
+            elif rng.random() < self.replays:
                 self.request = self._request()
                 self.replay_limit -= 1
+        if self.cycle in self.ends_at:
+            self.cfg_queue.append((Table.END, self.ends_at.pop(self.cycle), 0, 0))
         offer("x", self.rows_taken < len(self.rows) and (self.transfer or not self.cfg_queue))
         offer("cfg", self.cfg_queue)
         offer("replay", self.request is not None)
@@ -384,7 +393,8 @@ class Bench:
         for port in (ring.encode_job, ring.rows, ring.row_out):
             paused = port is ring.row_out and self.cycle in self.row_out_pause
             ctx.set(port.ready, not paused and rng.random() >= self.stall)
-        self.codes = bool(self.at_work) and self.at_work[0] is not None and self.at_work[0] <= self.cycle
+        done = bool(self.at_work) and self.at_work[0] is not None and self.at_work[0] <= self.cycle
+        self.codes = done or self.cycle in self.extra_codings
         ctx.set(ring.coded, self.codes)
         look = rng.randrange(2), rng.randrange(p.heads + 1)
         ctx.set(ring.status_store, look[0])
@@ -415,7 +425,8 @@ class Bench:
         if job:
             self._take_job(ctx.get(ring.encode_job.payload))
         if self.codes:
-            self.at_work.popleft()
+            if self.at_work:
+                self.at_work.popleft()
             model.coded()
         if sent:
             assert self.batch_words, "a row of a batch too many"
