@@ -11,6 +11,7 @@ from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.parameters import check_integer
 from kvant.hw.pq.codebook_jobs import (
+    PIECE_BITS,
     SHIFT_BITS,
     Mode,
     bin_read,
@@ -205,15 +206,24 @@ class CodebookEngine(wiring.Component):
         m.submodules.pieces = pieces = BinPieces(p)
         m.submodules.array = array = self._array
         centroid = data.View(array.centroid.shape(), word_delay.o)
-        mode, norm = steps[self._operand_stage].mode, steps[self._operand_stage].norm
+        # Elements and pieces are 0 where they are not wanted (resets of their registers), so that one level of logic
+        # chooses the operand.
+        table, vectors_wanted = Signal(), Signal()
+        m.d.comb += [
+            table.eq(steps[bins_stage].mode == Mode.TABLE),
+            vectors_wanted.eq(table | ((steps[bins_stage].mode == Mode.NEAREST) & ~steps[bins_stage].norm)),
+        ]
+        norm = steps[self._operand_stage].norm
         operands = []
         for lane in range(p.slice_bytes):
-            element = Mux(steps[bins_stage].mode == Mode.TABLE, queries.o[lane], batch.o[lane])
-            element = register(element, "element")
-            operand = Signal(signed(OPERAND_BITS), name="operand")
-            m.d.comb += operand.eq(
-                Mux(mode == Mode.READ_OUT, pieces.pieces[lane // p.subspace], Mux(norm, centroid[lane], element))
+            element = Mux(vectors_wanted, Mux(table, queries.o[lane], batch.o[lane]), 0)
+            terms = (
+                register(element[:PIECE_BITS].as_signed(), "element"),
+                pieces.pieces[lane // p.subspace],
+                Mux(norm, centroid[lane], 0),
             )
+            operand = Signal(signed(OPERAND_BITS), name="operand")
+            m.d.comb += operand.eq(terms[0] | terms[1] | terms[2])
             operands.append(operand)
         asks = of(0, Mode.READ_OUT) & ~steps[0].upper
         for name in ("vector", "slice", "centroid"):
@@ -248,15 +258,15 @@ class CodebookEngine(wiring.Component):
             read_out.count.eq(job.count),
             read_out.reserve.eq(sequencer.begins[1]),
         ]
-        table = Signal(self.table.shape(), reset_less=True)
+        entries = Signal(self.table.shape(), reset_less=True)
         table_valid = Signal()
         m.d.sync += [
             table_valid.eq(of(self._sum_stage, Mode.TABLE)),
-            *(table[name].eq(steps[self._sum_stage][name]) for name in ("vector", "slice", "centroid")),
-            table.last.eq(ends_job(self._sum_stage, Mode.TABLE)),
-            *(value.eq(total) for value, total in zip(table["values"], array.sums, strict=True)),
+            *(entries[name].eq(steps[self._sum_stage][name]) for name in ("vector", "slice", "centroid")),
+            entries.last.eq(ends_job(self._sum_stage, Mode.TABLE)),
+            *(value.eq(total) for value, total in zip(entries["values"], array.sums, strict=True)),
         ]
-        fields = {name: table[name] for name in ("vector", "slice", "centroid", "values", "last")}
+        fields = {name: entries[name] for name in ("vector", "slice", "centroid", "values", "last")}
         m.d.comb += [self.table.valid.eq(table_valid), *(self.table[name].eq(value) for name, value in fields.items())]
 
         # What the sequencer has to know.

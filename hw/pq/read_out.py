@@ -25,7 +25,7 @@ class BinPieces(wiring.Component):
         With either; the shifted bins have at most `BIN_BITS` bits.
     bins : in
     pieces : out
-        One cycle later.
+        One cycle later; 0 where none was wanted.
     """
 
     def __init__(self, p: PqParameters):
@@ -54,7 +54,7 @@ class BinPieces(wiring.Component):
                 shifted = Signal(len(window), name="shifted")
                 m.d.comb += shifted.eq(Mux(self.shift[k], window[1 << k :], window))
                 window = shifted
-            pieces.append(register(window[:PIECE_BITS], "piece"))
+            pieces.append(register(Mux(self.lower | self.upper, window[:PIECE_BITS], 0), "piece"))
         m.d.comb += self.pieces.eq(Cat(pieces))
         return m
 
@@ -118,9 +118,10 @@ class ReadOut(wiring.Component):
         # Cycle 1: the sum so far is there.
         totals = [Signal(width, name="total") for _ in addends]
         if p.q_parallel == 1:
-            sums = Signal(data.ArrayLayout(width, p.slice_bytes), reset_less=True)
+            # The end of a slice leaves 0 for the next one: a reset of the registers, which takes no logic.
+            sums = Signal(data.ArrayLayout(width, p.slice_bytes))
             with m.If(adds):
-                m.d.sync += sums.eq(Cat(totals))
+                m.d.sync += sums.eq(Mux(step.final, 0, Cat(totals)))
         else:
             m.submodules.sums = words = memory.Memory(
                 shape=data.ArrayLayout(width, p.slice_bytes), depth=p.q_parallel, init=[], attrs={"no_rw_check": 1}
@@ -133,12 +134,9 @@ class ReadOut(wiring.Component):
                 write.data.eq(Cat(totals)),
                 write.en.eq(adds),
             ]
-            sums = read.data
+            sums = [Mux(step.first, 0, so_far) for so_far in read.data]
         m.d.comb += [
-            *(
-                total.eq(Mux(step.first, 0, so_far) + addend)
-                for total, so_far, addend in zip(totals, sums, addends, strict=True)
-            ),
+            *(total.eq(so_far + addend) for total, so_far, addend in zip(totals, sums, addends, strict=True)),
             queue.push.eq(adds & step.final),
             queue.result.data.eq(Cat(totals)),
             queue.result.vector.eq(step.vector),

@@ -120,7 +120,9 @@ class RowLoader(wiring.Component):
         with m.If(take):
             m.d.sync += [held.eq(self.i.payload.data), held_last.eq(self.i.payload.last), holds.eq(1), number.eq(0)]
         with m.Elif(holds):
-            m.d.sync += [held.eq(held[width:]), number.eq(number + 1), holds.eq(~transfer_end)]
+            m.d.sync += [number.eq(number + 1), holds.eq(~transfer_end)]
+            if of_transfer > 1:
+                m.d.sync += held.eq(held[width:])
         with m.If(row_end):
             m.d.sync += row_place.eq(0)
         with m.Elif(holds):

@@ -98,8 +98,8 @@ class StepSequencer(wiring.Component):
         step, valid = Signal(Step(p), reset_less=True), Signal()
         word = Signal(8 * p.slice_bytes, reset_less=True)
         last_vector = Signal(Step(p).members["vector"], reset_less=True)  # number of the last one
-        # A word's vectors go on while the next job is already at hand: shifts are kept with the word.
-        shifts = Signal(self.attend_shift.shape(), reset_less=True)
+        # A word's vectors go on while the next job is already at hand: the shifts of the later ones are kept here.
+        shifts = Signal(SHIFT_BITS * (p.q_parallel - 1), reset_less=True)
         free, word_end = Signal(), Signal()
         m.d.comb += [
             word_end.eq(step.last_vector & ~step.norm & ((step.mode != Mode.READ_OUT) | step.upper)),
@@ -134,7 +134,7 @@ class StepSequencer(wiring.Component):
                 step.vector.eq(0),
                 step.last_vector.eq(count == 1),
                 step.shift.eq(self.attend_shift[0]),
-                shifts.eq(self.attend_shift),
+                shifts.eq(self.attend_shift.as_value()[SHIFT_BITS:]),
                 last_vector.eq(count - 1),
             ]
             with m.If(take_attend):
@@ -151,7 +151,8 @@ class StepSequencer(wiring.Component):
             m.d.sync += [
                 step.upper.eq(0),
                 step.vector.eq(next_vector),
-                step.shift.eq(shifts[next_vector]),
+                step.shift.eq(shifts[:SHIFT_BITS]),
+                shifts.eq(shifts[SHIFT_BITS:]),
                 step.last_vector.eq(next_vector == last_vector),
             ]
         m.d.comb += [self.valid.eq(valid), self.step.eq(step), self.word.eq(word)]

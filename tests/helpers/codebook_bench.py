@@ -165,7 +165,9 @@ class Jobs:
         for key, values in fields.items():
             self.inputs[name].setdefault(key, []).extend(values)
 
-    def _attend(self, **job):
+    def _attend(self, *, read, count, shift=()):
+        unused = self.rng.integers(0, 1 << SHIFT_BITS, self.p.q_parallel - len(shift))
+        job = {"read": read, "count": count, "shift": [int(each) for each in (*shift, *unused)]}
         self._add("attend_job", data=words_of(attend_job(self.p), [job]))
 
     def encode(self, x, book):
@@ -188,7 +190,7 @@ class Jobs:
         """A query job of queries i8 [n, d]."""
         p = self.p
         q = np.asarray(q, np.int8)
-        self._attend(read=0, count=len(q), shift=0)
+        self._attend(read=0, count=len(q))
         values, last = row_transfers(p, q.view(np.uint8), 8, self.rng)
         self._add("q", data=values, last=last)
         self._add("attend_words", data=codebook_words(p, book, self.rng))
@@ -207,8 +209,7 @@ class Jobs:
         p = self.p
         bins = np.asarray(bins, np.int64)
         shifts = np.broadcast_to(shift, len(bins))
-        packed = sum(int(each) << SHIFT_BITS * number for number, each in enumerate(shifts))
-        self._attend(read=1, count=len(bins), shift=packed)
+        self._attend(read=1, count=len(bins), shift=shifts)
         self._add("attend_words", data=codebook_words(p, book, self.rng))
         self.bins.append(bins)
         sums = read_out(torch.from_numpy(bins >> shifts[:, None, None]), book).numpy()

@@ -29,15 +29,18 @@ SHAPES = {
     "one lane": PqParameters(head_dim=6, lanes=1, port_bits=256, nbits=4, batch=8, q_parallel=3),
     "one element": PqParameters(head_dim=1, lanes=1, port_bits=32, subspace=1, nbits=4, batch=1),
     "bins of 44 bits": PqParameters(
-        head_dim=8, lanes=8, port_bits=64, nbits=6, batch=1, q_parallel=1, capacity=1 << 20
+        head_dim=8, lanes=8, port_bits=64, nbits=6, batch=1, q_parallel=2, capacity=1 << 20
     ),
     "bins of 24 bits": PqParameters(head_dim=8, lanes=4, port_bits=32, nbits=4, batch=2, q_parallel=2, capacity=1),
 }
 
 
 def bins_of(p, rng, count, shift=0):
-    """Bins of which those of a sub-space sum up, shifted, to just below 2^32, or to the most weights there are."""
-    most = min((1 << p.bin_width) - 1, (1 << 32 + shift) - 1)
+    """Bins of which those of a sub-space sum up, shifted, to just below 2^32, or to the most weights there are.
+
+    The shift is one of all queries, or one of each.
+    """
+    most = np.minimum((1 << p.bin_width) - 1, (1 << 32 + np.broadcast_to(shift, count)) - 1)[:, None, None]
     share = rng.random((count, p.subspaces, p.centroids))
     bins = (share / share.sum(-1, keepdims=True) * most * (1 - 1e-9)).astype(np.int64)
     bins[rng.random(bins.shape) < 0.3] = 0
@@ -58,7 +61,7 @@ def random_jobs(p, seed, counts):
         book = codebook(p, rng, scale=scale)
         jobs.encode(rng.normal(size=(tokens, p.head_dim)) * 60 * scale, book)
         jobs.query(rng.integers(-128, 128, (queries, p.head_dim)), codebook(p, rng))
-        shift = int(rng.integers(0, most_shift(p) + 1))
+        shift = rng.integers(0, most_shift(p) + 1, queries)
         jobs.read(bins_of(p, rng, queries, shift), codebook(p, rng), shift)
     return jobs
 
