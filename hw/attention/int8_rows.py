@@ -221,10 +221,10 @@ class BlockSums(wiring.Component):
         fetched = read.data.as_value()
         old = data.View(self.word, register(Mux(first, 0, fetched)[: len(fetched)], "old"))
 
-        # Cycle 2: which of the two has to come down, and how far. Beyond 63 places only the sign is left.
+        # Cycle 2: which of the two has to come down, and how far. That is less than 64, for a product of a weight and a
+        # scale has places 2 to 65; place 0 is that of 0, which may come down by any distance.
         grows = self.place > old.place
-        distance = Mux(grows, self.place - old.place, old.place - self.place)[:PLACE_BITS]
-        amount = distance[:6] | distance[6:].any().replicate(6)
+        amount = Mux(grows, self.place - old.place, old.place - self.place)[:6]
         grows = register(grows, "grows")
         amount = register(amount, "amount")
         place = register(Mux(self.place > old.place, self.place, old.place), "place", cycles=4)
@@ -466,7 +466,7 @@ class Int8Rows(wiring.Component):
     rows : in stream
         data : lanes * signed(8)
         scale : 16
-            fp16, of the transfer's group; finite and at most 1024, as a quantiser's are.
+            fp16, of the transfer's group; finite and not negative.
         last : 1
             Last transfer of the row.
         final : 1

@@ -33,7 +33,7 @@ def random_case(p, queries, rows, seed=SEED):
         x = rng.normal(size=shape) * np.exp2(rng.normal(scale=spread, size=(shape[0], 1)))
         return torch.from_numpy(np.clip(x, -65504, 65504).astype(np.float16))
 
-    q = quantize_int8(half(queries, d, spread=1.0) * 4, d)
+    q = quantize_int8(half(queries, d), d)
     case = {"q": q.q, "q_scale": q.scale[:, 0]}
     for name, spread in (("k", 1.0), ("v", 4.0)):
         groups = -(-d // p.group)
@@ -50,8 +50,7 @@ def extreme_case(p, queries, rows, seed=SEED):
     """Elements -128 and 127; scales 0, subnormal, largest."""
     rng = np.random.default_rng(seed)
     d, groups = p.head_dim, -(-p.head_dim // p.group)
-    scales = np.array([0, 2**-24, 1023 * 2**-24, 2**-14, 0.125, 515.5], np.float16)
-    small = scales[:5]
+    scales = np.array([0, 2**-24, 1023 * 2**-24, 2**-14, 0.125, 65504], np.float16)
 
     def pick(values, *shape):
         return torch.from_numpy(rng.choice(values, shape))
@@ -59,9 +58,9 @@ def extreme_case(p, queries, rows, seed=SEED):
     ends = np.array([-128, -128, 127, 0, 1], np.int8)
     return {
         "q": pick(ends, queries, d),
-        "q_scale": pick(small, queries),
+        "q_scale": pick(scales, queries),
         "k": pick(ends, rows, d),
-        "k_scale": pick(small, rows, groups),
+        "k_scale": pick(scales, rows, groups),
         "v": pick(ends, rows, d),
         "v_scale": pick(scales, rows, groups),
     }
@@ -173,6 +172,7 @@ def play(p, cases, *, above=0, queries=None, rows=None, simulator="amaranth", **
         z = softmax.logarithms(y, softmax.softmax_constant(p.head_dim))
         weights = softmax.weights(z, torch.tensor(reference[: len(case["q"])]))
         sums = weighted_rows(weights, case["v"], case["v_scale"], group=p.group)
+        assert above or not len(case["k"]) or (weights.sum(-1) > 1000).all(), "a case that tests nothing"
         groups = [transfer * p.lanes // p.group for transfer in range(p.row_transfers)]
         right.append((sums.mantissa.tolist(), sums.exponent[:, groups].tolist()) if len(case["k"]) else ([], []))
     status = {"keys_done": 0, "values_done": 1, "empty": int(not len(case["k"])), "busy": 0, "error": 0}
@@ -213,12 +213,15 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES[:5], ids=str)
 def test_results_are_those_of_the_golden_model(shape, make):
     p = PqParameters(**SMALL, **shape, q_parallel=3)
-    check(p, [make(p, queries, 5, seed) for seed, queries in enumerate((1, 2, 3))])
+    if make is extreme_case:  # one alone: the reference of others would leave no weight
+        check(p, [make(p, 3, 8)])
+    else:
+        check(p, [make(p, queries, 5, seed) for seed, queries in enumerate((1, 2, 3))])
 
 
 def test_a_block_for_one_query_gives_the_same():
     p = PqParameters(**SMALL, head_dim=20, lanes=8, group=8)
-    check(p, [random_case(p, 1, 5), extreme_case(p, 1, 5)])
+    check(p, [random_case(p, 1, 5, seed) for seed in range(3)])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
@@ -257,7 +260,7 @@ def test_no_rows_are_answered_at_once():
 def test_jobs_follow_each_other_and_leave_nothing_behind(stall):
     """Heads with fewer queries than there is room for, with more and fewer rows, and with none."""
     p = PqParameters(**SMALL, head_dim=24, lanes=8, group=16)
-    cases = [random_case(p, 3, 5, 1), random_case(p, 1, 2, 2), random_case(p, 2, 0, 3), extreme_case(p, 3, 4, 4)]
+    cases = [random_case(p, 3, 5, 1), random_case(p, 1, 2, 2), random_case(p, 2, 0, 3), random_case(p, 3, 4, 4)]
     cases += [random_case(p, 3, 0, 5), random_case(p, 3, 6, 6)]
     check(p, cases, queries=3, stall=stall)
     check(p, [random_case(p, 3, 5, 1), random_case(p, 3, 0, 5)], queries=3, stall=stall)
@@ -265,7 +268,7 @@ def test_jobs_follow_each_other_and_leave_nothing_behind(stall):
 
 @pytest.mark.parametrize(
     "stall",
-    [0.3, 0.9, {"rows": [0, 1]}, {"o": [1] * 200 + [0] * 20}, {"rows": [0] * 3 + [1] * 40}, {"o": "after_valid"}],
+    [0.3, 0.9, {"rows": [0] * 3 + [1] * 40, "o": "after_valid"}, {"rows": [0, 1], "o": [1] * 200 + [0] * 20}],
     ids=str,
 )
 def test_stalls_change_no_result(stall):
@@ -368,14 +371,14 @@ def test_parameters_that_are_not_legal_are_refused(shape, arguments, message):
 
 def test_simulators_agree_in_every_cycle_and_nothing_is_unknown():
     p = PqParameters(**SMALL, head_dim=24, lanes=8, group=16, q_parallel=2)
-    cases = [random_case(p, 2, 5), extreme_case(p, 2, 6)]
+    cases = [random_case(p, 2, 5), random_case(p, 1, 6, 8)]
     traces = [check(p, cases, simulator=name, stall=0.2) for name in ("amaranth", "icarus", "verilator")]
     assert traces[0] == traces[1] == traces[2]
 
 
 @pytest.mark.parametrize(
     ("shape", "queries"),
-    [({}, 1), ({"head_dim": 40, "group": 16}, 3), ({"head_dim": 4, "lanes": 1}, 1), ({"head_dim": 8}, 1)],
+    [({"head_dim": 40, "group": 16}, 3), ({"head_dim": 8}, 1)],
     ids=str,
 )
 def test_every_tool_is_silent(shape, queries, tmp_path):
@@ -391,7 +394,7 @@ def test_every_tool_is_silent(shape, queries, tmp_path):
 
 def differs(stall=0.0, **options):
     p = PqParameters(**SMALL, head_dim=40, lanes=8, group=16)
-    cases = [extreme_case(p, 2, 6), random_case(p, 2, 6)]
+    cases = [random_case(p, 2, 6), random_case(p, 2, 6, 8)]
     trace, found, right, status = play(p, cases, queries=2, stall=stall, **options)
     return found != right or {name: trace.status[name] for name in status} != status
 
