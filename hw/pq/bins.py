@@ -6,8 +6,8 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.pq.adder_tree import tree_levels, tree_sum
+from kvant.hw.pq.codebook_jobs import bin_read, bins_input
 from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
-from kvant.hw.pq.tables import number_below
 
 
 class CodeWord(data.StructLayout):
@@ -23,20 +23,6 @@ class FrameWeights(data.StructLayout):
     def __init__(self, p: PqParameters):
         per_token = data.ArrayLayout(WEIGHT_BITS, p.q_parallel)
         super().__init__({"weights": data.ArrayLayout(per_token, p.frame)})
-
-
-class BinRead(data.StructLayout):
-    """Names the bins of one query and one centroid in the sub-spaces of a slice."""
-
-    def __init__(self, p: PqParameters):
-        super().__init__(
-            {
-                "valid": 1,
-                "vector": number_below(p.q_parallel),
-                "slice": number_below(p.slices),
-                "centroid": p.nbits,
-            }
-        )
 
 
 class _Bank(wiring.Component):
@@ -122,7 +108,7 @@ class ValueBins(wiring.Component):
         the frame's weights, for the pass after reset, and in the cycle of a reading and three more.
     weights : in, stream of `FrameWeights`
         One transfer per frame, taken with its last word. A token that does not exist has weight 0.
-    bin_read : in, `BinRead`
+    bin_read : in, see `kvant.hw.pq.codebook_jobs.bin_read`
         Reads bins, one request per cycle, only while `drained` is high.
     clear : in
         This reading also clears: the bins read become 0, those of the other queries of the same centroid and slice
@@ -141,9 +127,9 @@ class ValueBins(wiring.Component):
             {
                 "words": In(stream.Signature(CodeWord(p))),
                 "weights": In(stream.Signature(FrameWeights(p))),
-                "bin_read": In(BinRead(p)),
+                "bin_read": In(bin_read(p)),
                 "clear": In(1),
-                "bin_values": Out(data.ArrayLayout(p.bin_width, p.slice_subspaces)),
+                "bin_values": Out(bins_input(p)),
                 "drained": Out(1),
             }
         )

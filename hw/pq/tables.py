@@ -7,28 +7,8 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.pq.adder_tree import tree_levels, tree_sum
+from kvant.hw.pq.codebook_jobs import table_output
 from kvant.hw.pq.parameters import PqParameters
-
-
-def number_below(count: int) -> range:
-    """Shape of a number below *count*, of one bit where that is always 0: a port has at least one."""
-    return range(max(2, count))
-
-
-class TableEntry(data.StructLayout):
-    """Entries of a look-up table, of one query and one centroid, for the sub-spaces of a slice."""
-
-    def __init__(self, p: PqParameters):
-        super().__init__(
-            {
-                "valid": 1,
-                "vector": number_below(p.q_parallel),
-                "slice": number_below(p.slices),
-                "centroid": p.nbits,
-                "values": data.ArrayLayout(signed(p.lut_width), p.slice_subspaces),
-                "last": 1,
-            }
-        )
 
 
 class ScanWord(data.StructLayout):
@@ -68,7 +48,7 @@ class ScoreTables(wiring.Component):
 
     Members
     -------
-    entry : in, `TableEntry`
+    entry : in, see `kvant.hw.pq.codebook_jobs.table_output`
         Writes the entries of a slice, in any order, one (query, slice, centroid) per cycle; `last` comes with the last
         entry of the last query and hands the table over. What is not written (queries that a job does not have) keeps
         its old value. Only while `writable` is high, or between the first entry of a table and its last.
@@ -88,7 +68,7 @@ class ScoreTables(wiring.Component):
         self.latency = 5 + tree_levels(p.run)
         super().__init__(
             {
-                "entry": In(TableEntry(p)),
+                "entry": In(table_output(p)),
                 "writable": Out(1),
                 "filled": Out(1),
                 "words": In(stream.Signature(ScanWord(p))),

@@ -13,7 +13,8 @@ from verilog_checks import lint, yosys
 from kvant.golden.pq.scores import value_bins
 from kvant.hw.emit import emit
 from kvant.hw.pq import bins
-from kvant.hw.pq.bins import BinRead, CodeWord, FrameWeights, ValueBins
+from kvant.hw.pq.bins import CodeWord, FrameWeights, ValueBins
+from kvant.hw.pq.codebook_jobs import bin_read
 from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
@@ -51,7 +52,7 @@ class Rounds(wiring.Component):
         self.dut = dut
         self.wait = wait
         p = dut.p
-        request = data.StructLayout({"read": BinRead(p), "clear": 1})
+        request = data.StructLayout({"read": bin_read(p), "clear": 1})
         super().__init__(
             {
                 "words": In(stream.Signature(CodeWord(p))),
@@ -113,7 +114,7 @@ def weight_words(p, weights):
 
 def request_fields(p, *, clear=True):
     """Transfers of `requests` for all bins, slice by slice, centroid by centroid, query by query."""
-    layout = data.StructLayout({"read": BinRead(p), "clear": 1})
+    layout = data.StructLayout({"read": bin_read(p), "clear": 1})
     words = []
     for k in range(p.slices):
         for c in range(p.centroids):

@@ -14,8 +14,9 @@ from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.scores import lookup_table, table_scores
 from kvant.hw.emit import emit
 from kvant.hw.pq.adder_tree import tree_levels, tree_sum
+from kvant.hw.pq.codebook_jobs import table_output
 from kvant.hw.pq.parameters import PqParameters
-from kvant.hw.pq.tables import FrameScores, ScanWord, ScoreTables, TableEntry
+from kvant.hw.pq.tables import FrameScores, ScanWord, ScoreTables
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
 
@@ -50,7 +51,7 @@ class Fed(wiring.Component):
         p = tables.p
         super().__init__(
             {
-                "entries": In(stream.Signature(data.StructLayout({"data": TableEntry(p)}))),
+                "entries": In(stream.Signature(data.StructLayout({"data": table_output(p)}))),
                 "words": In(stream.Signature(data.StructLayout({"data": ScanWord(p)}))),
                 "scores": Out(stream.Signature(data.StructLayout({"data": FrameScores(p)}))),
                 "writable": Out(1),
@@ -83,7 +84,7 @@ class Fed(wiring.Component):
 
 def entry_words(p, table, queries=None):
     """Transfers of `entries` for ``table`` [B, M, centroids], slice by slice, centroid by centroid, query by query."""
-    layout = TableEntry(p)
+    layout = table_output(p)
     queries = range(len(table)) if queries is None else queries
     order = [(k, c, q) for k in range(p.slices) for c in range(p.centroids) for q in queries]
     words = []
