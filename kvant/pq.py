@@ -20,9 +20,9 @@ ARRAYS = [
     ArraySpec("v", "float16", ("T", "d")),
     ArraySpec("q", "float16", ("B", "d"), required=True),
     ArraySpec("codebook_k", "int8", ("M", "C", "d/M")),
-    ArraySpec("codebook_k_scale", "float16", (1,)),
+    ArraySpec("codebook_k_scale", "float16", ("1",)),
     ArraySpec("codebook_v", "int8", ("M_v", "C_v", "d/M_v")),
-    ArraySpec("codebook_v_scale", "float16", (1,)),
+    ArraySpec("codebook_v_scale", "float16", ("1",)),
     ArraySpec("mean", "float16", ("d",)),
     *(ArraySpec(name, "integer") for name in ("group", "sinks", "recent")),
 ]

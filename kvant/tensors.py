@@ -24,7 +24,8 @@ class ArraySpec:
         NumPy name of the one legal dtype; ``"integer"`` for any integer type, ``"str"`` for text (scalars only).
     dims : tuple of str
         A symbol a dimension, equal symbols have equal lengths in all arrays; ``"K/G"`` is ``ceil(K / G)``, and
-        ``"C-1"``, one less than C, may be 0. The array with the plain symbol comes first. Empty for a 0-d array.
+        ``"C-1"``, one less than C, may be 0; ``"1"`` is a fixed length. The array with the plain symbol comes first.
+        Empty for a 0-d array.
     required : bool
     """
 
@@ -147,7 +148,9 @@ def _check_one(spec: ArraySpec, array: np.ndarray, lengths: dict[str, int], grou
     if array.ndim != len(spec.dims):
         raise InputError(f"array {spec.name}: shape {array.shape}; legal is {_wanted(spec)}")
     for symbol, length in zip(spec.dims, array.shape, strict=True):
-        if symbol.endswith("/G"):
+        if symbol.isdigit():
+            expected, because = int(symbol), f"a length of {symbol}"
+        elif symbol.endswith("/G"):
             whole = lengths[symbol.removesuffix("/G")]
             expected = -(-whole // group)
             because = f"{symbol} = ceil({whole} / {group}) = {expected}"
