@@ -296,7 +296,6 @@ class Bench:
     async def _play(self, ctx, reset):
         self._cold()
         self.request, self.cfg_queue = None, deque(self.tables)
-        self.replay_limit = 200
         self.cycle = idle = 0
         while True:
             if self.cycle == self.reset_at:
@@ -365,13 +364,12 @@ class Bench:
 
         if self.transfer == 0 and not offered["x"]:
             self.cfg_queue.extend(self.writes.pop(self.rows_taken, ()))
-        if self.request is None and self.replay_limit and len(self.model.scales) == 2 * p.heads:
+        if self.request is None and len(self.model.scales) == 2 * p.heads:
             place = self.rows_taken, self.transfer
             if place in self.requests_at:
                 self.request = self.requests_at.pop(place)
-            elif rng.random() < self.replays:
+            elif self.rows_taken < len(self.rows) and rng.random() < self.replays:
                 self.request = self._request()
-                self.replay_limit -= 1
         if self.cycle in self.ends_at:
             self.cfg_queue.append((Table.END, self.ends_at.pop(self.cycle), 0, 0))
         offer("x", self.rows_taken < len(self.rows) and (self.transfer or not self.cfg_queue))
