@@ -47,12 +47,13 @@ class Proof(wiring.Component):
         m.submodules.dut = dut
 
         begun, held_back, former, take = Signal(), Signal(), Signal(RowUser()), Signal()
-        m.d.sync += [begun.eq(1), held_back.eq(self.offered & ~take), former.eq(self.user)]
+        ended = Signal()
+        m.d.sync += [begun.eq(1), ended.eq(self.end), held_back.eq(self.offered & ~take), former.eq(self.user)]
         m.d.comb += [
             Assume(~begun | ~ResetSignal() | self.resets),
             Assume(begun | ~(self.offered | self.coded | self.end)),
             Assume(~held_back | (self.offered & (self.user.as_value() == former.as_value()))),
-            Assume(~self.end | self.hold),
+            Assume(~(self.end | ended) | self.hold),
             take.eq(self.offered & dut.ready),
             dut.offered.eq(self.offered),
             dut.user.eq(self.user),
@@ -227,7 +228,7 @@ FAULTS = {
         "Assert(~kept | (dut.row ==",
     ),
     "a sequence starts while batches of the former one are under way": (
-        "(used[context] & ~matched)",
+        "(was_used & ~matched)",
         "0",
         "Assert(~kept | ~self.user.start | (before.queued == before.coded))",
     ),

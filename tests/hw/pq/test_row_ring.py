@@ -383,10 +383,10 @@ FAULTS = [
     (CONTROL, "total > p.recent", "total >= p.recent", random_orders),
     (CONTROL, "total == window", "total == window - 1", random_orders),
     (CONTROL, "after.rows.eq(rows - whole)", "after.rows.eq(rows - Mux(makes_batch, count, 0))", random_orders),
-    (CONTROL, "(used[context] & ~matched)", "0", short_sequences),
+    (CONTROL, "(was_used & ~matched)", "0", short_sequences),
     (CONTROL, "queue.complete & ~starts", "queue.complete", short_sequences),
-    (CONTROL, "(same & self.hold_slot)", "0", test_a_replay_that_is_not_taken_holds_its_rows_and_nothing_else),
-    (CONTROL, "(same & self.hold_sequence)", "0", test_a_sequence_starts_after_the_replay_of_the_former_one),
+    (CONTROL, "same & self.hold_slot", "0", test_a_replay_that_is_not_taken_holds_its_rows_and_nothing_else),
+    (CONTROL, "same & self.hold_sequence", "0", test_a_sequence_starts_after_the_replay_of_the_former_one),
     (QUEUE, "self.coded & (at_work != 0)", "self.coded", test_coded_without_a_job_raises_error_and_changes_nothing),
     (QUEUE, "settled[-1], self.sent", "self.push, self.sent", test_a_flush_of_the_first_row_sends_it),
     (
