@@ -398,7 +398,7 @@ FAULTS = [
     (READER, "(rest == 0) & reached", "rest == 0", random_orders),
     (READER, "(rest == 0) & reached", "reached", row_before_a_replay),
     (READER, "(following < ring_rows)", "1", random_orders),
-    (STORE, "Mux(values, 0, read.data[k])", "read.data[k]", random_orders),
+    (STORE, "Mux(values[1], 0, read.data[k])", "read.data[k]", random_orders),
     (WALKER, "self.last & ring_end", "0", random_orders),
 ]
 
