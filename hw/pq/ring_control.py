@@ -157,16 +157,16 @@ class RingControl(wiring.Component):
     """Admits rows, one at a time, says where each goes, and makes batches of them.
 
     The tokens of a sequence after its first `sinks` are its *history*. Rows of the history lie in the ring of their
-    context, row h in slot ``h mod ring_rows``. Everything before `base` (a multiple of `frame`) is coded for good or
-    about to be. A row makes a batch when
+    context, row h in slot ``h mod ring_rows``. Everything before `base` (a multiple of `chunk_tokens`) is coded for good
+    or about to be. A row makes a batch when
 
     - ``recent + batch_tokens`` rows from `base` on are there: of the oldest `batch_tokens` of them; or
     - it asks to `flush` and a row older than the `recent` newest is in no batch yet: of all these from `base` on.
 
-    `base` then advances by the whole frames of the batch. The rows of a frame that is not full stay: the next batch
+    `base` then advances by the whole chunks of the batch. The rows of a chunk that is not full stay: the next batch
     codes them again. Which batches there are depends on the rows alone, not on the time.
 
-    A slot is free when its row's batch, whole frames of it, is complete in memory. A row waits while
+    A slot is free when its row's batch, whole chunks of it, is complete in memory. A row waits while
 
     - there is no free slot for it;
     - it makes a batch and that would exceed `tokens` coded tokens (`full`), or all places of batches are taken;
@@ -378,7 +378,7 @@ class RingControl(wiring.Component):
                 whole = Signal(range(p.batch_tokens + 1))
                 next_slot = Mux(now.slot == ring_rows - 1, 0, now.slot + 1)
                 next_base_slot = now.base_slot + whole
-                m.d.comb += whole.eq(Mux(makes_batch, count & ~(p.frame - 1), 0))
+                m.d.comb += whole.eq(Mux(makes_batch, count & ~(p.chunk_tokens - 1), 0))
                 m.d.sync += [
                     exceeds.eq(now.base + count > p.tokens),
                     batch.store.eq(self.store),
@@ -433,7 +433,7 @@ class RingControl(wiring.Component):
         coded = Signal(code_state)
         m.d.comb += [
             coded.coded.eq(finished.first + finished.count),
-            coded.base.eq(finished.first + (finished.count & ~(p.frame - 1))),
+            coded.base.eq(finished.first + (finished.count & ~(p.chunk_tokens - 1))),
             code_write.addr.eq(Mux(starts, context, context_of(finished.head, finished.store))),
             code_write.data.eq(Mux(starts, 0, coded)),
             code_write.en.eq(starts | queue.take),

@@ -97,7 +97,7 @@ class Proof(wiring.Component):
             after.rows.eq(now.rows + ~sink),
             completes.eq(self.coded & (sent != 0)),
         ]
-        whole = count - count % p.frame
+        whole = count - count % p.chunk_tokens
         with m.If(makes):
             m.d.comb += [after.base.eq(now.base + whole), after.queued.eq(older)]
 
@@ -150,7 +150,7 @@ class Proof(wiring.Component):
         end = oldest.first + oldest.count
         for index, record in enumerate(contexts):
             with m.If(completes & (oldest.store == index)):
-                m.d.sync += [record.coded.eq(end), record.freed.eq(end - end % p.frame)]
+                m.d.sync += [record.coded.eq(end), record.freed.eq(end - end % p.chunk_tokens)]
             with m.If(kept & (store == index)):
                 fields = ("open", "sinks", "rows", "base", "queued")
                 m.d.sync += [record[name].eq(after[name]) for name in fields]
