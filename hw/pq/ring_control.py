@@ -157,8 +157,8 @@ class RingControl(wiring.Component):
     """Admits rows, one at a time, says where each goes, and makes batches of them.
 
     The tokens of a sequence after its first `sinks` are its *history*. Rows of the history lie in the ring of their
-    context, row h in slot ``h mod ring_rows``. Everything before `base` (a multiple of `chunk_tokens`) is coded for good
-    or about to be. A row makes a batch when
+    context, row h in slot ``h mod ring_rows``. Everything before `base`, a multiple of `chunk_tokens`, is coded for
+    good or about to be. A row makes a batch when
 
     - ``recent + batch_tokens`` rows from `base` on are there: of the oldest `batch_tokens` of them; or
     - it asks to `flush` and a row older than the `recent` newest is in no batch yet: of all these from `base` on.
