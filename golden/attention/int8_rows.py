@@ -11,7 +11,15 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.numeric.rounding import fp16_to_bits, fp32
-from kvant.golden.numeric.tensors import as_tensor, check_group, check_scales, check_shape, group_count, to_groups
+from kvant.golden.numeric.tensors import (
+    as_tensor,
+    check_group,
+    check_scales,
+    check_shape,
+    from_groups,
+    group_count,
+    to_groups,
+)
 
 WEIGHT_LIMIT = (1 << 24) - 1
 """Largest attention weight."""
@@ -24,8 +32,6 @@ GUARD_BITS = 8
 
 PLACE_OFFSET = 25 + FACTOR_BITS + GUARD_BITS
 """A scale is ``mantissa * 2^(e - 25)``; a factor with `FACTOR_BITS` bits has its first one at place ``bits + e``."""
-
-_INT64_SHIFT = 63  # as many places, or more, leave nothing but the sign
 
 
 class RowSums(NamedTuple):
@@ -117,17 +123,22 @@ def weighted_rows(weights, rows, row_scale, *, group: int) -> RowSums:
     weights = weights.to(torch.int64)
     if ((weights < 0) | (weights > WEIGHT_LIMIT)).any():
         raise TensorError(f"weights: {int(weights.min())} to {int(weights.max())}; legal are 0 to {WEIGHT_LIMIT}")
+    if not tokens:
+        groups = row_scale.shape[-1]
+        nothing = torch.zeros((*weights.shape[:-1], d), dtype=torch.int64)
+        return RowSums(nothing, torch.full((*weights.shape[:-1], groups), -PLACE_OFFSET), group)
     factor, place = _factors(weights, row_scale)
-    exponent = torch.zeros((*weights.shape[:-1], row_scale.shape[-1]), dtype=torch.int64)
-    mantissa = torch.zeros((*weights.shape[:-1], d), dtype=torch.int64)
+    exponent = place.cummax(-2).values
+    # float64 is exact: products have 25 bits, sums of up to 2^20 rows 53, and what shifts them is a power of two
+    scaled = torch.ldexp(factor.to(torch.float64), GUARD_BITS + place - exponent)
+    growth = exponent.diff(dim=-2, prepend=exponent[..., :1, :])
+    kept = torch.ldexp(torch.ones(growth.shape, dtype=torch.float64), -growth)
+    elements = to_groups(rows, group)
+    mantissa = torch.zeros((*weights.shape[:-1], *elements.shape[-2:]), dtype=torch.float64)
     for n in range(tokens):
-        grown = torch.maximum(exponent, place[..., n, :])
-        q = rows[..., n, :].to(torch.int64)[..., None, :]
-        product = (_channels(factor[..., n, :], group, d) * q) << GUARD_BITS
-        fall, distance = (_channels(grown - old, group, d) for old in (exponent, place[..., n, :]))
-        mantissa = _floor_shift(mantissa, fall) + _floor_shift(product, distance)
-        exponent = grown
-    return RowSums(mantissa, exponent - PLACE_OFFSET, group)
+        product = elements[..., None, n, :, :].to(torch.float64) * scaled[..., n, :, None]
+        mantissa.mul_(kept[..., n, :, None]).floor_().add_(product.floor_())
+    return RowSums(from_groups(mantissa, d).to(torch.int64), exponent[..., -1, :] - PLACE_OFFSET, group)
 
 
 def _checked_rows(rows, row_scale, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,8 +178,3 @@ def _factors(weights: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tens
 def _channels(per_group: torch.Tensor, group: int, d: int) -> torch.Tensor:
     """What belongs to a group [..., ceil(d/G)], for each of its channels [..., d]."""
     return per_group.repeat_interleave(group, -1)[..., :d]
-
-
-def _floor_shift(number: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """*number* over a power of two, rounded to minus infinity."""
-    return number >> places.clamp(max=_INT64_SHIFT)

@@ -10,7 +10,7 @@ from kvant.golden.kvcache.attention import CachedAttention, Exact, Footprint, In
 from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.calibration import KINDS, CacheTables
 from kvant.golden.kvcache.integer import IntegerAttention
-from kvant.golden.pq.attention import Pq, PqAttention
+from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
 from kvant.golden.pq.calibration import Kind, ModelCodebooks
 
 
@@ -99,11 +99,11 @@ class CacheFormat:
     integer: bool = False
     codebooks: tuple[str, ...] = ()
 
-    def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention | PqAttention:
+    def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention | PqAttention | FloatPqAttention:
         """The attention strategy of a model with this cache."""
         keys, values = self.stores(settings)
         if self.codebooks:
-            return PqAttention(keys, values)
+            return PqAttention(keys, values) if self.integer else FloatPqAttention(keys, values)
         return IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
 
     def footprint(self, settings: CacheSettings, head_dim: int) -> tuple[Footprint, Footprint]:
@@ -137,7 +137,7 @@ def _mant(name: str, description: str, keys: str, values: str, *, integer: bool 
     return CacheFormat(name, description, stores, calibrated=True, integer=integer)
 
 
-def _pq(name: str, description: str, keys: str, values: str) -> CacheFormat:
+def _pq(name: str, description: str, keys: str, values: str, *, integer: bool = True) -> CacheFormat:
     def stores(settings: CacheSettings) -> Pair:
         books = settings.trained((keys, values))
         means = {"key": books.key_mean, "value": None}
@@ -147,7 +147,7 @@ def _pq(name: str, description: str, keys: str, values: str) -> CacheFormat:
         )
         return tuple(pair)
 
-    return CacheFormat(name, description, stores, codebooks=(keys, values))
+    return CacheFormat(name, description, stores, integer=integer, codebooks=(keys, values))
 
 
 def _along_head(format_: GroupFormat) -> CacheFormat:
@@ -195,6 +195,9 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
         _pq("pq4", "product-quantised, 2 dimensions x 8 bits", "key_2x8", "value_2x8"),
         _pq("pq4_2", "product-quantised, keys 2 x 8 bits, values 4 x 8", "key_2x8", "value_4x8"),
         _pq("pq2", "product-quantised, 4 dimensions x 8 bits", "key_4x8", "value_4x8"),
+        _pq("pq4_float", "pq4 with a float32 softmax", "key_2x8", "value_2x8", integer=False),
+        _pq("pq4_2_float", "pq4_2 with a float32 softmax", "key_2x8", "value_4x8", integer=False),
+        _pq("pq2_float", "pq2 with a float32 softmax", "key_4x8", "value_4x8", integer=False),
     )
 }
 """All cache formats, the reference's own first."""

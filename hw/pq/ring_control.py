@@ -157,16 +157,16 @@ class RingControl(wiring.Component):
     """Admits rows, one at a time, says where each goes, and makes batches of them.
 
     The tokens of a sequence after its first `sinks` are its *history*. Rows of the history lie in the ring of their
-    context, row h in slot ``h mod ring_rows``. Everything before `base` (a multiple of `frame`) is coded for good or
-    about to be. A row makes a batch when
+    context, row h in slot ``h mod ring_rows``. Everything before `base` (a multiple of `chunk_tokens`) is coded for good
+    or about to be. A row makes a batch when
 
     - ``recent + batch_tokens`` rows from `base` on are there: of the oldest `batch_tokens` of them; or
     - it asks to `flush` and a row older than the `recent` newest is in no batch yet: of all these from `base` on.
 
-    `base` then advances by the whole frames of the batch. The rows of a frame that is not full stay: the next batch
+    `base` then advances by the whole chunks of the batch. The rows of a chunk that is not full stay: the next batch
     codes them again. Which batches there are depends on the rows alone, not on the time.
 
-    A slot is free when its row's batch, whole frames of it, is complete in memory. A row waits while
+    A slot is free when its row's batch, whole chunks of it, is complete in memory. A row waits while
 
     - there is no free slot for it;
     - it makes a batch and that would exceed `tokens` coded tokens (`full`), or all places of batches are taken;
@@ -196,13 +196,14 @@ class RingControl(wiring.Component):
     store, head : out
         Of the row.
     hold : in
-        No row may begin.
+        No row may begin: with `end` and in the cycle after it; and until the cycle in which `hold_slot` and
+        `hold_sequence` are known, which are looked at one cycle later.
     read_store, read_head, hold_slot, hold_sequence : in
         A reader: it still needs the row that the next one of its context would overwrite; or the sequence.
     begins : out
         A row of the history of that context begins in this cycle.
     end, end_head : in
-        The sequences of the head end in both stores; with `hold`. A row that has begun still belongs to its sequence.
+        The sequences of the head end in both stores. A row that has begun still belongs to its sequence.
     look_store, look_head, view : in, in, out
         Two look-ups: what was known at the beginning of the cycle before.
     batch, batch_valid, batch_sent : out, out, in
@@ -316,9 +317,18 @@ class RingControl(wiring.Component):
         first, transfer_end, dropping, dropped, take = (Signal() for _ in range(5))
         begin, commit = Signal(), Signal()
         same = Signal()
+        # These are looked at one cycle late. It makes no difference: after an end, and before a reader holds anything,
+        # no row may begin for long enough (`hold`); and a row that begins changes them for the next one at most.
+        is_open, was_used, slot_held, sequence_held = Signal(), Signal(), Signal(), Signal()
+        m.d.sync += [
+            is_open.eq(opened[context]),
+            was_used.eq(used[context]),
+            slot_held.eq(same & self.hold_slot),
+            sequence_held.eq(same & self.hold_sequence),
+        ]
         m.d.comb += [
             same.eq((self.store == self.read_store) & (self.head == self.read_head)),
-            legal.eq(known & (start | opened[context])),
+            legal.eq(known & (start | is_open)),
             transfer_end.eq(self.transfer == p.row_transfers - 1),
             self.row_end.eq(transfer_end),
             dropped.eq(Mux(first, ~legal, dropping)),
@@ -330,9 +340,9 @@ class RingControl(wiring.Component):
             self.error.eq((take & first & dropped) | queue.error),
         ]
         with m.If(start):
-            m.d.comb += waiting_row.eq((used[context] & ~matched) | (same & self.hold_sequence))
+            m.d.comb += waiting_row.eq((was_used & ~matched) | sequence_held)
         with m.Else():
-            m.d.comb += waiting_row.eq(~sink & (~free | (same & self.hold_slot)))
+            m.d.comb += waiting_row.eq(~sink & (~free | slot_held))
         m.d.comb += granted.eq(~self.hold & (~legal | ~(waiting_row | (makes_batch & (exceeds | ~queue.room)))))
 
         dense = Signal(range(shape.contexts))
@@ -368,7 +378,7 @@ class RingControl(wiring.Component):
                 whole = Signal(range(p.batch_tokens + 1))
                 next_slot = Mux(now.slot == ring_rows - 1, 0, now.slot + 1)
                 next_base_slot = now.base_slot + whole
-                m.d.comb += whole.eq(Mux(makes_batch, count & ~(p.frame - 1), 0))
+                m.d.comb += whole.eq(Mux(makes_batch, count & ~(p.chunk_tokens - 1), 0))
                 m.d.sync += [
                     exceeds.eq(now.base + count > p.tokens),
                     batch.store.eq(self.store),
@@ -423,7 +433,7 @@ class RingControl(wiring.Component):
         coded = Signal(code_state)
         m.d.comb += [
             coded.coded.eq(finished.first + finished.count),
-            coded.base.eq(finished.first + (finished.count & ~(p.frame - 1))),
+            coded.base.eq(finished.first + (finished.count & ~(p.chunk_tokens - 1))),
             code_write.addr.eq(Mux(starts, context, context_of(finished.head, finished.store))),
             code_write.data.eq(Mux(starts, 0, coded)),
             code_write.en.eq(starts | queue.take),

@@ -80,7 +80,7 @@ class EncodeJob(data.StructLayout):
     store : 1
     head : 8
     first : 0 .. tokens - 1
-        Index in the history (tokens after the sinks) of the first row, a multiple of `PqParameters.frame`.
+        Index in the history (tokens after the sinks) of the first row, a multiple of `PqParameters.chunk_tokens`.
     """
 
     def __init__(self, p: PqParameters):

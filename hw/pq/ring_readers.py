@@ -256,6 +256,7 @@ class ReplayReader(wiring.Component):
                 ]
                 m.next = "PLACE"
             with m.State("PLACE"):
+                m.d.comb += self.hold.eq(1)  # `behind` is known from here on
                 with m.If(legal):
                     m.next = "WAIT"
                 with m.Else():

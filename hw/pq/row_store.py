@@ -87,8 +87,9 @@ class RowStore(wiring.Component):
         self.p = p
         self.shape = shape
         self._rule = Centring(p.lanes) if p.centred else FiniteElements(p.lanes)
-        self._to_rule = 2 if p.centred else 1
-        # The transfer's register and the mean's, the rule, the register before the memory, the memory.
+        self._to_rule = 3 if p.centred else 1
+        # The transfer's register, the means' memory and the register behind it; the rule; the register before the
+        # memory of rows, and that itself.
         self.latency = self._to_rule + self._rule.latency + 2
         elements = data.ArrayLayout(16, p.lanes)
         super().__init__(
@@ -119,7 +120,7 @@ class RowStore(wiring.Component):
         x = register(self.data.as_value(), "x")
         if p.centred:
             m.d.comb += rule.mean.eq(self._mean(m))
-            x = register(x, "x_again")
+            x = register(x, "x_again", cycles=2)
         m.d.comb += rule.x.eq(x)
 
         # What belongs to the transfer. The address is made on the way.
@@ -156,7 +157,7 @@ class RowStore(wiring.Component):
         return m
 
     def _mean(self, m: Module):
-        """Means of the transfer that came two cycles before; 0 for values."""
+        """Means of the transfer that came three cycles before; 0 for values."""
         p = self.p
         transfer_bits = (p.row_transfers - 1).bit_length()
         lane_bits = p.lanes.bit_length() - 1
@@ -169,19 +170,17 @@ class RowStore(wiring.Component):
         )
         write, read = means.write_port(granularity=1), means.read_port()
         item = self.write.data
-        chosen, lane, values = Signal(), Signal(max(1, lane_bits)), Signal()
+        chosen, lane, values = Signal(), Signal(max(1, lane_bits)), Signal(2)
         m.d.sync += [
             chosen.eq(self.write.valid & (item.kind == Table.MEAN) & (item.head < p.heads) & (item.index < p.head_dim)),
             lane.eq(item.index[:lane_bits]),
             write.addr.eq(Cat(item.index[lane_bits:][:transfer_bits], item.head)[: len(write.addr)]),
             *(write.data[k].eq(item.value) for k in range(p.lanes)),
-            values.eq(self.store),
-        ]
-        m.d.comb += [
-            *(write.en[k].eq(chosen & (lane == k)) for k in range(p.lanes)),
+            values.eq(Cat(self.store, values)),
             read.addr.eq(Cat(self.transfer[:transfer_bits], self.head)[: len(read.addr)]),
             read.en.eq(self.enter & ~self.store),
         ]
+        m.d.comb += [write.en[k].eq(chosen & (lane == k)) for k in range(p.lanes)]
         mean = Signal(data.ArrayLayout(16, p.lanes))
-        m.d.sync += [mean[k].eq(Mux(values, 0, read.data[k])) for k in range(p.lanes)]
+        m.d.sync += [mean[k].eq(Mux(values[1], 0, read.data[k])) for k in range(p.lanes)]
         return mean

@@ -201,7 +201,9 @@ def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:
     if formats is None:
         trained = settings.codebooks.books if settings.codebooks else {}
         coded = [
-            name for name, f in CACHE_FORMATS.items() if f.codebooks and all(kind in trained for kind in f.codebooks)
+            name
+            for name, f in CACHE_FORMATS.items()
+            if f.codebooks and f.integer and all(kind in trained for kind in f.codebooks)
         ]
         return [*DEFAULT_FORMATS, *(CALIBRATED_FORMATS if settings.tables else ()), *coded]
     names = list(dict.fromkeys(name.strip() for name in formats.split(",")))

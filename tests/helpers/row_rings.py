@@ -148,7 +148,7 @@ class Model:
             history = sequence.rows[p.sinks :]
             self.batches.append(Batch(sequence, job, history[first : first + count]))
             sequence.queued = first + count
-            sequence.base += count - count % p.frame
+            sequence.base += count - count % p.chunk_tokens
 
     def coded(self):
         if self.complete == self.sent:
@@ -158,7 +158,7 @@ class Model:
         self.complete += 1
         end = batch.job["first"] + batch.job["count"]
         batch.sequence.coded = end
-        batch.sequence.freed = end - end % self.p.frame
+        batch.sequence.freed = end - end % self.p.chunk_tokens
 
     def replay(self, store, head, history):
         """Rows of the answer, and the sequence and tokens for which they wait."""
@@ -296,7 +296,6 @@ class Bench:
     async def _play(self, ctx, reset):
         self._cold()
         self.request, self.cfg_queue = None, deque(self.tables)
-        self.replay_limit = 200
         self.cycle = idle = 0
         while True:
             if self.cycle == self.reset_at:
@@ -365,13 +364,12 @@ class Bench:
 
         if self.transfer == 0 and not offered["x"]:
             self.cfg_queue.extend(self.writes.pop(self.rows_taken, ()))
-        if self.request is None and self.replay_limit and len(self.model.scales) == 2 * p.heads:
+        if self.request is None and len(self.model.scales) == 2 * p.heads:
             place = self.rows_taken, self.transfer
             if place in self.requests_at:
                 self.request = self.requests_at.pop(place)
-            elif rng.random() < self.replays:
+            elif self.rows_taken < len(self.rows) and rng.random() < self.replays:
                 self.request = self._request()
-                self.replay_limit -= 1
         if self.cycle in self.ends_at:
             self.cfg_queue.append((Table.END, self.ends_at.pop(self.cycle), 0, 0))
         offer("x", self.rows_taken < len(self.rows) and (self.transfer or not self.cfg_queue))
@@ -394,7 +392,8 @@ class Bench:
             paused = port is ring.row_out and self.cycle in self.row_out_pause
             ctx.set(port.ready, not paused and rng.random() >= self.stall)
         done = bool(self.at_work) and self.at_work[0] is not None and self.at_work[0] <= self.cycle
-        self.codes = done or self.cycle in self.extra_codings
+        # A batch counts as sent when its last word is read, which is before it leaves: nothing odd comes between.
+        self.codes = done or (self.cycle in self.extra_codings and self.model.sent == len(self.model.batches))
         ctx.set(ring.coded, self.codes)
         look = rng.randrange(2), rng.randrange(p.heads + 1)
         ctx.set(ring.status_store, look[0])

@@ -1,6 +1,7 @@
 """Product-quantised caches inside a model's attention, and codebooks of a whole model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from kvant.golden.kvcache.calibration import KeysAndValues
 from kvant.golden.kvcache.choice import Tables
 from kvant.golden.kvcache.integer import int8_group
 from kvant.golden.numeric.codes import DEFAULT_COEFFICIENTS, DEFAULT_THRESHOLDS
-from kvant.golden.pq.attention import Pq, PqAttention
+from kvant.golden.pq import attention
+from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
 from kvant.golden.pq.cache import pq_cache
 from kvant.golden.pq.calibration import CodebookCalibrator, Kind
+from kvant.golden.pq.codebook import Codebook
+from kvant.golden.pq.decode import decode_attention
 from kvant.golden.pq.scores import quantize_query
 from kvant.golden.pq.train import train_codebooks
 
@@ -43,10 +47,101 @@ def stores(rows):
     return make
 
 
+def decoded(pair, queries, keys, values, position):
+    """Outputs f32 [Hq, d] of the hardware's rule for the query of one position and the caches of the tokens so far."""
+    caches = []
+    for rows, store in zip((keys, values), pair, strict=True):
+        mean = None if store.mean is None else store.mean[0]
+        options = {"group": store.group, "mean": mean, "sinks": store.sinks, "recent": store.recent}
+        caches.append(pq_cache(rows[:, : position + 1].half(), store.codebooks[0], **options))
+    heads, dim = keys.shape[0], keys.shape[-1]
+    return decode_attention(queries[:, position].half().view(heads, -1, dim), *caches).out.view(-1, dim)
+
+
+def uneven_rows(tokens, *, seed):
+    """Queries, keys and values whose rows differ in size by up to 2^9, some of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(heads, powers):
+        size = 2.0 ** torch.randint(-powers, 1, (1, heads, tokens, 1), generator=generator)
+        zero = torch.rand((1, heads, tokens, 1), generator=generator) < 0.05
+        return (torch.randn(1, heads, tokens, D, generator=generator) * size * 4).masked_fill(zero, 0).half().float()
+
+    return make(QUERIES, 2), make(HEADS, 3), make(HEADS, 9)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "recent", "group"), [(3, 6, 4), (0, 0, 8), (4, 0, 8), (0, 7, 3), (5, 200, 16), (200, 9, 8), (1, 1, 5)]
+)
+def test_every_position_has_the_numbers_of_the_hardware(sinks, recent, group):
+    queries, keys, values = uneven_rows(150, seed=sinks + recent)
+    mean = keys[0].mean(-2).half()
+    pair = (
+        Pq((train_codebooks(keys[0], nbits=5, mean=mean),), group, mean[None], sinks, recent),
+        Pq((train_codebooks(values[0], nbits=4, subspace=4),), group, None, sinks, recent),
+    )
+    found = PqAttention(*pair)(0, queries, keys, values)[0]
+    assert found.dtype == torch.float32
+    for position in range(found.shape[-2]):
+        expected = decoded(pair, queries[0], keys[0], values[0], position)
+        assert torch.equal(found[:, position], expected), f"position {position}"
+
+
+def test_shifted_bins_are_cut_as_in_hardware():
+    queries, keys, values = uneven_rows(300, seed=1)
+    queries[:, 1::2] = 0  # all weights are the largest: from 257 coded tokens on, bins have more than 32 bits
+    pair = tuple(Pq((train_codebooks(x[0], nbits=4),), 8, None, 2, 10) for x in (keys, values))
+    found = PqAttention(*pair)(0, queries, keys, values)[0]
+    whole = pair[1].hold(0, values[0]).levels
+    differs = []
+    for position in (263, 267, 268, 269, 280, 298, 299):
+        assert torch.equal(found[:, position], decoded(pair, queries[0], keys[0], values[0], position))
+        coded = whole[:, 2 : position - 9].sum(-2) * (2**24 - 1)
+        differs.append(bool((coded.long() % 2).any()) and position - 11 > 256)
+    assert any(differs), "cutting lost nothing in these cases"
+
+
+def test_one_codebook_may_serve_all_heads():
+    queries, keys, values = uneven_rows(70, seed=2)
+    shared, own = [], []
+    for rows in (keys, values):
+        book = train_codebooks(rows[0, :1], nbits=4).at(0)
+        shared.append(Pq((book,), 8, None, 2, 8))
+        twice = Codebook(torch.stack((book.entries,) * HEADS), torch.stack((book.scale,) * HEADS))
+        own.append(Pq((twice,), 8, None, 2, 8))
+    assert torch.equal(PqAttention(*shared)(0, queries, keys, values), PqAttention(*own)(0, queries, keys, values))
+
+
+def test_rows_beyond_fp16_count_as_the_port_says():
+    rows = uneven_rows(80, seed=3)
+    pair = tuple(Pq((train_codebooks(x[0], nbits=4),), 8, None, 2, 8) for x in rows[1:])
+    beyond, saturated = ([x.clone() for x in rows] for _ in range(2))
+    for x, y in zip(beyond, saturated, strict=True):
+        x[0, 0, 20, 1], y[0, 0, 20, 1] = -1e30, -65504
+    assert torch.equal(PqAttention(*pair)(0, *beyond), PqAttention(*pair)(0, *saturated))
+
+
+def test_a_lost_unit_of_a_weight_is_seen(monkeypatch):
+    """The comparison with the hardware's rule would find a fault as small as can be."""
+    queries, keys, values = uneven_rows(60, seed=4)
+    pair = tuple(Pq((train_codebooks(x[0], nbits=4),), 8, None, 2, 8) for x in (keys, values))
+    right = PqAttention(*pair)(0, queries, keys, values)
+    exact = attention.weights
+    monkeypatch.setattr(attention, "weights", lambda z, *rest: (exact(z, *rest) - 1).clamp(min=0))
+    assert not torch.equal(PqAttention(*pair)(0, queries, keys, values), right)
+
+
+def test_integers_are_close_to_a_float32_softmax(rows, stores):
+    pair = stores(3, 6)
+    integers, floats = PqAttention(*pair)(0, *rows), FloatPqAttention(*pair)(0, *rows)
+    assert not torch.equal(integers, floats)
+    assert (integers - floats).norm() < 0.01 * floats.norm()
+
+
 def test_a_query_meets_the_cache_as_it_is_after_its_token(rows, stores):
     sinks, recent = 3, 6
     pair = stores(sinks, recent)
-    found = PqAttention(*pair)(0, *rows)[0]
+    found = FloatPqAttention(*pair)(0, *rows)[0]
     queries, keys, values = (x[0].half() for x in rows)
     for t in range(TOKENS):
         for head in range(QUERIES):
@@ -81,11 +176,11 @@ def test_a_query_meets_the_cache_as_it_is_after_its_token(rows, stores):
 
 def test_with_everything_recent_only_int8_remains(rows, stores):
     mean = stores(0, 0)[0].mean
-    found = PqAttention(*stores(0, TOKENS), exact_weights=True)(0, *rows)
+    found = FloatPqAttention(*stores(0, TOKENS), exact_weights=True)(0, *rows)
     centred = [rows[0], rows[1] - mean[:, :, None].float(), rows[2]]
     exact = torch.nn.functional.scaled_dot_product_attention(*centred, is_causal=True, enable_gqa=True)
     assert (found - exact).abs().max() < 0.05
-    sinks_only = PqAttention(*stores(TOKENS, 0), exact_weights=True)(0, *rows)
+    sinks_only = FloatPqAttention(*stores(TOKENS, 0), exact_weights=True)(0, *rows)
     assert torch.allclose(found, sinks_only, atol=1e-5)
 
 
@@ -93,22 +188,26 @@ def test_one_side_may_be_exact(rows, stores):
     keys, values = stores(2, 4)
     exact = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
     for pair, bound in (((keys, Exact()), 0.6), ((Exact(), values), 1.5), ((Int8Head(4), values), 1.5)):
-        error = (PqAttention(*pair)(0, *rows) - exact).abs().max()
+        error = (FloatPqAttention(*pair)(0, *rows) - exact).abs().max()
         assert 0 < error < bound
 
 
 def test_a_batch_is_its_sequences(rows, stores):
-    attention = PqAttention(*stores(2, 4))
     double = [torch.cat((x, x.flip(2)), dim=0) for x in rows]
-    assert torch.equal(attention(0, *double)[:1], attention(0, *rows))
+    for kind in (PqAttention, FloatPqAttention):
+        attend = kind(*stores(2, 4))
+        assert torch.equal(attend(0, *double)[:1], attend(0, *rows))
 
 
 def test_caches_that_do_not_belong_together_are_refused(stores):
     table = (Tables.of(DEFAULT_COEFFICIENTS, DEFAULT_THRESHOLDS),)
     keys, values = stores(2, 4)
-    for pair in ((Exact(), Exact()), (keys, MantTime(64, table)), (keys, stores(2, 5)[1]), (stores(1, 4)[0], values)):
+    pairs = [(Exact(), Exact()), (keys, MantTime(64, table)), (keys, stores(2, 5)[1]), (stores(1, 4)[0], values)]
+    integer_only = [(keys, Exact()), (Int8Head(4), values), (replace(keys, group=8), values)]
+    refused = [(FloatPqAttention, pair) for pair in pairs] + [(PqAttention, pair) for pair in pairs + integer_only]
+    for kind, pair in refused:
         with pytest.raises(TensorError) as refusal:
-            PqAttention(*pair)
+            kind(*pair)
         assert "legal" in str(refusal.value)
 
 

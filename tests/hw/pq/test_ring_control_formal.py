@@ -47,12 +47,13 @@ class Proof(wiring.Component):
         m.submodules.dut = dut
 
         begun, held_back, former, take = Signal(), Signal(), Signal(RowUser()), Signal()
-        m.d.sync += [begun.eq(1), held_back.eq(self.offered & ~take), former.eq(self.user)]
+        ended = Signal()
+        m.d.sync += [begun.eq(1), ended.eq(self.end), held_back.eq(self.offered & ~take), former.eq(self.user)]
         m.d.comb += [
             Assume(~begun | ~ResetSignal() | self.resets),
             Assume(begun | ~(self.offered | self.coded | self.end)),
             Assume(~held_back | (self.offered & (self.user.as_value() == former.as_value()))),
-            Assume(~self.end | self.hold),
+            Assume(~(self.end | ended) | self.hold),
             take.eq(self.offered & dut.ready),
             dut.offered.eq(self.offered),
             dut.user.eq(self.user),
@@ -96,7 +97,7 @@ class Proof(wiring.Component):
             after.rows.eq(now.rows + ~sink),
             completes.eq(self.coded & (sent != 0)),
         ]
-        whole = count - count % p.frame
+        whole = count - count % p.chunk_tokens
         with m.If(makes):
             m.d.comb += [after.base.eq(now.base + whole), after.queued.eq(older)]
 
@@ -149,7 +150,7 @@ class Proof(wiring.Component):
         end = oldest.first + oldest.count
         for index, record in enumerate(contexts):
             with m.If(completes & (oldest.store == index)):
-                m.d.sync += [record.coded.eq(end), record.freed.eq(end - end % p.frame)]
+                m.d.sync += [record.coded.eq(end), record.freed.eq(end - end % p.chunk_tokens)]
             with m.If(kept & (store == index)):
                 fields = ("open", "sinks", "rows", "base", "queued")
                 m.d.sync += [record[name].eq(after[name]) for name in fields]
@@ -227,7 +228,7 @@ FAULTS = {
         "Assert(~kept | (dut.row ==",
     ),
     "a sequence starts while batches of the former one are under way": (
-        "(used[context] & ~matched)",
+        "(was_used & ~matched)",
         "0",
         "Assert(~kept | ~self.user.start | (before.queued == before.coded))",
     ),

@@ -27,6 +27,10 @@ SHAPES = {
     "frames": PqParameters(
         head_dim=10, lanes=2, heads=2, group=4, sinks=1, recent=3, batch=2, port_bits=32, centred=True
     ),
+    # Codes of 6 bits: a frame of 2 tokens is four words and a half of the port, a chunk is two frames.
+    "chunks": PqParameters(
+        head_dim=12, lanes=4, group=4, sinks=1, recent=2, subspace=1, nbits=6, batch=2, port_bits=32
+    ),
     # A row is one transfer; a frame is one token.
     "one transfer": PqParameters(head_dim=8, lanes=8, group=8, batch=4, port_bits=32),
     # Surplus lanes; three heads; frames of 2 tokens, shorter than a batch.
@@ -152,12 +156,12 @@ def test_every_row_may_flush(shape):
     rows = one_sequence(p, count, random.Random(SEED), flush=range(count))
     bench = play(p, rows, coding=CODINGS["soon"], replays=0.05)
     assert [job["first"] + job["count"] for job in bench.jobs] == list(range(1, count - p.sinks - p.recent + 1))
-    assert all(job["first"] % p.frame == 0 for job in bench.jobs)
+    assert all(job["first"] % p.chunk_tokens == 0 for job in bench.jobs)
 
 
 def test_rows_of_a_frame_that_is_not_full_are_coded_again_with_it():
     p = parameters("frames")
-    assert (p.frame, p.batch_tokens, p.recent, p.sinks) == (4, 4, 3, 1)
+    assert (p.chunk_tokens, p.batch_tokens, p.recent, p.sinks) == (4, 4, 3, 1)
     bench = play(p, one_sequence(p, 16, random.Random(SEED), flush=[4, 9, 11, 13]))
     batches = [(job["first"], job["count"]) for job in bench.jobs]
     # Rows are flushed with 4, 9, 11 and 13 tokens of the history.
@@ -383,10 +387,10 @@ FAULTS = [
     (CONTROL, "total > p.recent", "total >= p.recent", random_orders),
     (CONTROL, "total == window", "total == window - 1", random_orders),
     (CONTROL, "after.rows.eq(rows - whole)", "after.rows.eq(rows - Mux(makes_batch, count, 0))", random_orders),
-    (CONTROL, "(used[context] & ~matched)", "0", short_sequences),
+    (CONTROL, "(was_used & ~matched)", "0", short_sequences),
     (CONTROL, "queue.complete & ~starts", "queue.complete", short_sequences),
-    (CONTROL, "(same & self.hold_slot)", "0", test_a_replay_that_is_not_taken_holds_its_rows_and_nothing_else),
-    (CONTROL, "(same & self.hold_sequence)", "0", test_a_sequence_starts_after_the_replay_of_the_former_one),
+    (CONTROL, "same & self.hold_slot", "0", test_a_replay_that_is_not_taken_holds_its_rows_and_nothing_else),
+    (CONTROL, "same & self.hold_sequence", "0", test_a_sequence_starts_after_the_replay_of_the_former_one),
     (QUEUE, "self.coded & (at_work != 0)", "self.coded", test_coded_without_a_job_raises_error_and_changes_nothing),
     (QUEUE, "settled[-1], self.sent", "self.push, self.sent", test_a_flush_of_the_first_row_sends_it),
     (
@@ -398,7 +402,7 @@ FAULTS = [
     (READER, "(rest == 0) & reached", "rest == 0", random_orders),
     (READER, "(rest == 0) & reached", "reached", row_before_a_replay),
     (READER, "(following < ring_rows)", "1", random_orders),
-    (STORE, "Mux(values, 0, read.data[k])", "read.data[k]", random_orders),
+    (STORE, "Mux(values[1], 0, read.data[k])", "read.data[k]", random_orders),
     (WALKER, "self.last & ring_end", "0", random_orders),
 ]
 
