@@ -80,7 +80,8 @@ class PqBlock:
                 "cmd": "a batch of queries: coded tokens to read from memory (history), queries (count), head, whether "
                 "to mix values",
                 "q": "fp16 queries, row_transfers transfers each, count for every command",
-                "codebook": "for each command with a history: the codebook of the keys, then that of the values",
+                "codebook_k": "for each command with a history: the codebook of the keys",
+                "codebook_v": "for each command with a history that mixes values: the codebook of the values",
                 "history": "for each command with a history: its words of codes of the keys, then of the values",
                 "scores": "integer scores of the coded tokens: for each frame, token by token, query by query",
                 "out": "fp32 outputs, element by element, query by query",

@@ -5,18 +5,19 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.int8_rows import Int8Job, Int8Rows
-from kvant.hw.attention.normalize import Normalizer, denominator_width
+from kvant.hw.attention.normalize import NormalizeJob, Normalizer, denominator_width
 from kvant.hw.attention.row_quantizer import RowQuantizer, query_input
-from kvant.hw.attention.scaler import LOG_WIDTH, Factor, ScoreFactor
+from kvant.hw.attention.scaler import LOG_WIDTH
 from kvant.hw.attention.softmax import SoftmaxWeights
 from kvant.hw.kvcache.layouts import TableWrite
-from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.pq.bins import ValueBins
 from kvant.hw.pq.code_path import CodePath, code_output
 from kvant.hw.pq.codebook_jobs import BIN_BITS, SHIFT_BITS
+from kvant.hw.pq.codebook_merge import CodebookMerge
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.hw.pq.history import HistoryReader
 from kvant.hw.pq.parameters import PqParameters
+from kvant.hw.pq.query_stage import PreparedCommand, QueryStage, attend_command
 from kvant.hw.pq.ring_layouts import row_input
 from kvant.hw.pq.row_ring import RowRing
 from kvant.hw.pq.tables import ScoreTables
@@ -24,25 +25,16 @@ from kvant.hw.pq.tables import ScoreTables
 __all__ = ["PqAttention", "attend_command", "code_output"]
 
 
-def attend_command(p: PqParameters) -> data.StructLayout:
-    """A batch of queries of one KV head.
-
-    Members
-    -------
-    history : 0 .. p.tokens
-        Coded tokens that are read from memory; rows behind them are read from the ring.
-    count : 1 .. q_parallel
-        Queries.
-    head : 8
-    values : 1
-        Mix the values, too; otherwise there are only scores.
-    """
-    return data.StructLayout({"history": range(p.tokens + 1), "count": range(p.q_parallel + 1), "head": 8, "values": 1})
-
-
 def score_output(p: PqParameters) -> data.StructLayout:
     """Scores of the tokens of a frame, query by query; 0 for tokens that do not exist."""
     return data.StructLayout({"data": data.ArrayLayout(signed(p.score_width), p.frame * p.q_parallel)})
+
+
+class WeightSums(data.StructLayout):
+    """Of a query: sum of all weights, and places by which the read-out shifts its bins."""
+
+    def __init__(self, p: PqParameters):
+        super().__init__({"denominator": denominator_width(p), "shift": SHIFT_BITS})
 
 
 class PqAttention(wiring.Component):
@@ -66,6 +58,9 @@ class PqAttention(wiring.Component):
     against the largest logarithm of all keys, the weights bins, the bins and the INT8 rows outputs. See
     `kvant.golden.pq.decode` for every bit of it.
 
+    Three commands are at work at once: tables are built for the next one while keys and values of one are read, and
+    the bins of the one before are read out while keys are.
+
     Parameters
     ----------
     p : PqParameters
@@ -84,7 +79,7 @@ class PqAttention(wiring.Component):
         A command meets the rows that have come before it.
     q : in stream, see `query_input`
         `count` queries for each command.
-    codebook : in stream of {data: port_bits}
+    codebook_k, codebook_v : in stream of {data: port_bits}
         For every command with a history the codebook of the keys, and with `values` that of the values.
     history : in stream of {data: port_bits}
         For every command with a history its codes of the keys, and with `values` those of the values.
@@ -122,7 +117,8 @@ class PqAttention(wiring.Component):
                 "codes": Out(stream.Signature(code_output(p))),
                 "cmd": In(stream.Signature(data.StructLayout({"data": attend_command(p)}))),
                 "q": In(stream.Signature(query_input(p))),
-                "codebook": In(words),
+                "codebook_k": In(words),
+                "codebook_v": In(words),
                 "history": In(words),
                 "scores": Out(stream.Signature(score_output(p))),
                 "out": Out(stream.Signature(data.StructLayout({"data": 32, "user": 1, "last": 1}))),
@@ -145,7 +141,8 @@ class PqAttention(wiring.Component):
         m.submodules.quantizer = quantizer = RowQuantizer(p)
         m.submodules.reader = reader = HistoryReader(p)
         m.submodules.normalizer = normalizer = Normalizer(p)
-        m.submodules.factor = factor = ScoreFactor(p.head_dim)
+        m.submodules.queries = queries = QueryStage(p)
+        m.submodules.codebooks = codebooks = CodebookMerge(p)
 
         # Coding.
         wiring.connect(m, wiring.flipped(self.x), ring.x)
@@ -168,29 +165,23 @@ class PqAttention(wiring.Component):
             ring.coded.eq(path.written),
         ]
 
-        # The command at work, and the scales of its codebooks: looked up one after the other, two cycles each.
-        command = Signal(attend_command(p), reset_less=True)
-        coded = Signal()  # it has a history
-        scales = Signal(data.ArrayLayout(16, 2), reset_less=True)
-        look = Signal(range(6))
-        legal = Signal()
-        m.d.comb += [
-            legal.eq((self.cmd.payload.data.count != 0) & (self.cmd.payload.data.count <= p.q_parallel)),
-            ring.status_head.eq(command.head),
-            ring.status_store.eq(look >= 3),
-        ]
-
         # Attention: the paths of data.
+        wiring.connect(m, wiring.flipped(self.cmd), queries.cmd)
         wiring.connect(m, wiring.flipped(self.q), quantizer.queries)
         wiring.connect(m, ring.row_out, quantizer.rows)
+        wiring.connect(m, quantizer.query, queries.query)
         wiring.connect(m, quantizer.row, rows.rows)
-        wiring.connect(m, wiring.flipped(self.codebook), engine.attend_words)
+        wiring.connect(m, queries.table_queries, engine.q)
+        wiring.connect(m, queries.queries, rows.q)
+        wiring.connect(m, wiring.flipped(self.codebook_k), codebooks.keys)
+        wiring.connect(m, wiring.flipped(self.codebook_v), codebooks.values)
+        wiring.connect(m, codebooks.o, engine.attend_words)
         wiring.connect(m, wiring.flipped(self.history), reader.words)
         wiring.connect(m, reader.tables, tables.words)
         wiring.connect(m, reader.bins, bins.words)
         wiring.connect(m, engine.out, normalizer.coded)
         wiring.connect(m, rows.o, normalizer.rows)
-        out, outputs = normalizer.out, Signal(range(p.q_parallel + 1))  # queries whose output is to leave
+        out = normalizer.out
         m.d.comb += [
             self.out.payload.data.eq(out.payload.data),
             self.out.payload.user.eq(out.payload.empty),
@@ -199,38 +190,28 @@ class PqAttention(wiring.Component):
             out.ready.eq(self.out.ready),
             tables.entry.eq(engine.table),
             bins.bin_read.eq(engine.bin_read),
-            bins.clear.eq(engine.bin_read.vector == command.count - 1),
             engine.bins.eq(bins.bin_values),
             bins.weights.payload.weights.eq(softmax.weights.payload.weights),
             bins.weights.valid.eq(softmax.weights.valid),
             softmax.weights.ready.eq(bins.weights.ready),
+            ring.status_store.eq(queries.status_store),
+            ring.status_head.eq(queries.status_head),
+            queries.scale.eq(ring.status.scale),
+            quantizer.start.eq(queries.quantize),
+            quantizer.count.eq(queries.count),
+            queries.quantized.eq(quantizer.queries_done),
+            # A table is begun when there is room for it.
+            engine.query_job.payload.eq(queries.tables.payload),
+            engine.query_job.valid.eq(queries.tables.valid & tables.writable),
+            queries.tables.ready.eq(engine.query_job.ready & tables.writable),
+            codebooks.table.eq(engine.query_job.valid & engine.query_job.ready),
+            codebooks.read_out.eq(engine.read_job.valid & engine.read_job.ready),
         ]
 
-        # Queries go to the tables and to the INT8 rows; their factors are made as they leave.
-        query = quantizer.query
-        vector = Signal(range(max(2, p.q_parallel)))
-        query_end = Signal()
-        m.d.comb += [
-            engine.q.payload.data.eq(query.payload.data),
-            engine.q.payload.last.eq(query.payload.last),
-            engine.q.valid.eq(query.valid & rows.q.ready & coded),
-            rows.q.payload.eq(query.payload),
-            rows.q.valid.eq(query.valid & (engine.q.ready | ~coded)),
-            query.ready.eq(rows.q.ready & (engine.q.ready | ~coded)),
-            query_end.eq(query.valid & query.ready & query.payload.last),
-            factor.query_scale.eq(query.payload.scale),
-            factor.codebook_scale.eq(scales[0]),
-        ]
-        pipeline = Pipeline(m)
-        factor_valid = pipeline.valid(query_end, cycles=factor.latency)
-        factor_vector = pipeline.register(vector, "factor_vector", cycles=factor.latency)
-        factors = Signal(data.ArrayLayout(Factor(), p.q_parallel), reset_less=True)
-        for number in range(p.q_parallel):
-            with m.If(factor_valid & (factor_vector == number)):
-                m.d.sync += factors[number].eq(factor.factor)
-            m.d.comb += softmax.factor[number].eq(factors[number])
-        with m.If(query_end):
-            m.d.sync += vector.eq(vector + 1)
+        # The command whose keys and values are read.
+        prepared = Signal(PreparedCommand(p), reset_less=True)
+        command = prepared.command
+        coded = Signal()  # it has a history
 
         # Scores leave, and wait for their softmax if values are to be mixed.
         frame, scores = tables.scores.payload, self.scores.payload.data
@@ -245,138 +226,147 @@ class PqAttention(wiring.Component):
                 score = Mux(token < frame.count, frame.scores[token][number], 0)
                 m.d.comb += scores[token * p.q_parallel + number].eq(score)
 
-        # The largest logarithm of all keys, from the scan and the rows.
+        # The largest logarithm of all keys, from the scan and the rows; the sums of weights.
         references = Signal(data.ArrayLayout(signed(LOG_WIDTH), p.q_parallel), reset_less=True)
+        sums = Signal(data.ArrayLayout(WeightSums(p), p.q_parallel), reset_less=True)
         for number in range(p.q_parallel):
+            total = softmax.total[number]
+            # Bits of the sum of coded weights beyond those that the read-out takes.
+            beyond = [total[place:].any() for place in range(BIN_BITS, p.bin_width)]
+            m.d.sync += [
+                sums[number].shift.eq(sum(beyond, Const(0, SHIFT_BITS))),
+                sums[number].denominator.eq(Mux(coded, total, 0) + rows.total[number]),
+            ]
             m.d.comb += [
                 rows.reference[number].eq(references[number]),
                 softmax.reference[number].eq(references[number]),
+                softmax.factor[number].eq(prepared.factors[number]),
             ]
 
-        # Sums of weights, and the shifts that bring bins to `BIN_BITS`: bits of the sum beyond these.
-        output = normalizer.job.payload
-        for number in range(p.q_parallel):
-            total = softmax.total[number]
-            beyond = [total[place:].any() for place in range(BIN_BITS, p.bin_width)]
-            shift = Signal(SHIFT_BITS, name=f"shift_{number}", reset_less=True)
-            denominator = Signal(denominator_width(p), name=f"denominator_{number}", reset_less=True)
-            m.d.sync += [
-                shift.eq(sum(beyond, Const(0, SHIFT_BITS))),
-                denominator.eq(Mux(coded, total, 0) + rows.total[number]),
-            ]
-            m.d.comb += [
-                engine.read_job.payload.shift[number].eq(shift),
-                output.shift[number].eq(shift),
-                output.denominator[number].eq(denominator),
-            ]
-
-        # What is asked of the parts, each once per phase: `asked` bits fall as requests are taken.
-        tables_job, rows_job, replay = engine.query_job, rows.job, ring.replay
-        asks_table, asks_rows, asks_replay, asks_read, asks_output = (Signal() for _ in range(5))
+        # Keys, then values, of a command.
+        asks_rows, asks_replay = Signal(), Signal()
         rows_kind, store = Signal(Int8Job), Signal()
+        wants_rows = Signal()  # about to use the quantiser
+        at_rows = Signal()  # using it
+        finishes, hands_over = Signal(), Signal()
         m.d.comb += [
-            tables_job.valid.eq(asks_table & tables.writable),
-            tables_job.payload.count.eq(command.count),
-            rows_job.valid.eq(asks_rows),
-            rows_job.payload.kind.eq(rows_kind),
-            rows_job.payload.count.eq(command.count),
-            replay.valid.eq(asks_replay),
-            replay.payload.store.eq(store),
-            replay.payload.head.eq(command.head),
-            replay.payload.history.eq(command.history),
-            engine.read_job.valid.eq(asks_read),
-            engine.read_job.payload.count.eq(command.count),
-            normalizer.job.valid.eq(asks_output),
-            output.count.eq(command.count),
-            output.has_coded.eq(coded),
-            output.has_rows.eq(~rows.empty),
-            output.codebook_scale.eq(scales[1]),
+            rows.job.valid.eq(asks_rows),
+            rows.job.payload.kind.eq(rows_kind),
+            rows.job.payload.count.eq(command.count),
+            ring.replay.valid.eq(asks_replay),
+            ring.replay.payload.store.eq(store),
+            ring.replay.payload.head.eq(command.head),
+            ring.replay.payload.history.eq(command.history),
             reader.tokens.eq(command.history),
             reader.to_bins.eq(store),
-            quantizer.count.eq(command.count),
+            queries.may_quantize.eq(~at_rows & ~wants_rows),
         ]
-        for asks, port in (
-            (asks_table, tables_job),
-            (asks_rows, rows_job),
-            (asks_replay, replay),
-            (asks_read, engine.read_job),
-            (asks_output, normalizer.job),
-        ):
-            with m.If(port.valid & port.ready):
-                m.d.sync += asks.eq(0)
-
+        with m.If(rows.job.valid & rows.job.ready):
+            m.d.sync += asks_rows.eq(0)
+        with m.If(ring.replay.valid & ring.replay.ready):
+            m.d.sync += asks_replay.eq(0)
+        passed = ~asks_rows & ~asks_replay & Mux(store, rows.values_done, rows.keys_done)
         with m.FSM() as control:
             with m.State("IDLE"):
-                m.d.comb += self.cmd.ready.eq(1)
+                m.d.comb += queries.prepared.ready.eq(1)
                 m.d.sync += [
-                    command.eq(self.cmd.payload.data),
-                    coded.eq(self.cmd.payload.data.history != 0),
-                    look.eq(0),
+                    prepared.eq(queries.prepared.payload),
+                    coded.eq(queries.prepared.payload.command.history != 0),
+                    store.eq(0),
                 ]
-                with m.If(self.cmd.valid):
-                    with m.If(legal):
-                        m.next = "SCALES"
-                    with m.Else():
-                        m.d.sync += self.error.eq(1)
-            with m.State("SCALES"):
-                m.d.sync += look.eq(look + 1)
-                with m.If(look == 2):
-                    m.d.sync += scales[0].eq(ring.status.scale)
-                with m.If(look == 5):
-                    m.d.sync += [
-                        scales[1].eq(ring.status.scale),
-                        asks_table.eq(coded),
-                        asks_rows.eq(1),
-                        rows_kind.eq(Int8Job.QUERIES),
-                        store.eq(0),
-                        vector.eq(0),
-                    ]
-                    m.d.comb += quantizer.start.eq(1)
-                    m.next = "QUERIES"
+                with m.If(queries.prepared.valid):
+                    m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.QUERIES)]
+                    m.next = "BEGIN"
+            with m.State("BEGIN"):
+                # The scan begins at once: `ScoreTables` waits for its table.
+                m.d.comb += reader.start.eq(coded)
+                m.next = "QUERIES"
             with m.State("QUERIES"):
-                # The scan begins as soon as its table is there: `ScoreTables` waits for it.
-                with m.If(quantizer.queries_done & ~asks_rows & ~asks_table):
-                    m.d.comb += reader.start.eq(coded)
-                    m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.KEYS), asks_replay.eq(1)]
+                m.d.comb += wants_rows.eq(1)
+                with m.If(~asks_rows & quantizer.queries_done):
+                    m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.KEYS), asks_replay.eq(1), at_rows.eq(1)]
                     m.next = "KEYS"
             with m.State("KEYS"):
                 scanned = reader.done & Mux(command.values, softmax.max_valid, ~tables.filled)
-                with m.If(~asks_rows & ~asks_replay & rows.keys_done & (~coded | scanned)):
+                with m.If(passed):
+                    m.d.sync += at_rows.eq(0)
+                with m.If(passed & (~coded | scanned)):
                     m.next = "REFERENCE"
             with m.State("REFERENCE"):
                 for number in range(p.q_parallel):
                     scan_is_larger = coded & (rows.z_max[number] < softmax.z_max[number])
                     m.d.sync += references[number].eq(Mux(scan_is_larger, softmax.z_max[number], rows.z_max[number]))
                 with m.If(command.values):
-                    m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.VALUES), asks_replay.eq(1), store.eq(1)]
                     m.next = "WEIGHTS"
                 with m.Else():
                     m.next = "IDLE"
             with m.State("WEIGHTS"):
-                m.d.comb += [softmax.go.eq(coded), reader.start.eq(coded)]
-                m.next = "VALUES"
+                # The bins of the command before have to be read.
+                m.d.comb += wants_rows.eq(~finishes)
+                with m.If(~finishes & quantizer.queries_done):
+                    m.d.comb += [softmax.go.eq(coded), reader.start.eq(coded)]
+                    m.d.sync += [
+                        asks_rows.eq(1),
+                        rows_kind.eq(Int8Job.VALUES),
+                        asks_replay.eq(1),
+                        at_rows.eq(1),
+                        store.eq(1),
+                    ]
+                    m.next = "VALUES"
             with m.State("VALUES"):
                 mixed = reader.done & bins.drained & softmax.done
-                with m.If(~asks_rows & ~asks_replay & rows.values_done & (~coded | mixed)):
+                with m.If(passed):
+                    m.d.sync += at_rows.eq(0)
+                with m.If(passed & (~coded | mixed)):
                     m.next = "SUMS"
             with m.State("SUMS"):
-                m.d.sync += [asks_read.eq(coded), asks_output.eq(1), outputs.eq(command.count)]
-                m.next = "OUTPUT"
-            with m.State("OUTPUT"):
-                with m.If(out.valid & out.ready & out.payload.last):
-                    m.d.sync += outputs.eq(outputs - 1)
-                with m.If(outputs == 0):
-                    m.next = "IDLE"
+                m.next = "HAND OVER"
+            with m.State("HAND OVER"):
+                m.d.comb += hands_over.eq(1)
+                m.next = "IDLE"
+        attends = ~control.ongoing("IDLE")
+
+        # The output of a command, while the next one's keys are read.
+        asks_read, asks_output = Signal(), Signal()
+        finishing = Signal(NormalizeJob(p), reset_less=True)
+        outputs = Signal(range(p.q_parallel + 1))  # queries whose output is to leave
+        m.d.comb += [
+            finishes.eq(outputs != 0),
+            normalizer.job.payload.eq(finishing),
+            normalizer.job.valid.eq(asks_output),
+            engine.read_job.payload.count.eq(finishing.count),
+            engine.read_job.payload.shift.eq(finishing.shift),
+            engine.read_job.valid.eq(asks_read),
+            bins.clear.eq(engine.bin_read.vector == finishing.count - 1),
+        ]
+        with m.If(engine.read_job.valid & engine.read_job.ready):
+            m.d.sync += asks_read.eq(0)
+        with m.If(normalizer.job.valid & normalizer.job.ready):
+            m.d.sync += asks_output.eq(0)
+        with m.If(hands_over):
+            m.d.sync += [
+                finishing.count.eq(command.count),
+                finishing.has_coded.eq(coded),
+                finishing.has_rows.eq(~rows.empty),
+                finishing.codebook_scale.eq(prepared.value_scale),
+                *(finishing.shift[number].eq(sums[number].shift) for number in range(p.q_parallel)),
+                *(finishing.denominator[number].eq(sums[number].denominator) for number in range(p.q_parallel)),
+                asks_read.eq(coded),
+                asks_output.eq(1),
+                outputs.eq(command.count),
+            ]
+        with m.Elif(out.valid & out.ready & out.payload.last):
+            m.d.sync += outputs.eq(outputs - 1)
 
         works = engine.steps.as_value().any() | (tables.words.valid & tables.words.ready) | rows.busy
         m.d.sync += self.busy_cycles.eq(self.busy_cycles + works)
         m.d.comb += [
-            self.busy.eq(ring.busy | path.busy | engine.busy.as_value().any() | ~control.ongoing("IDLE")),
+            self.busy.eq(ring.busy | path.busy | engine.busy.as_value().any() | queries.busy | attends | finishes),
             self.full.eq(ring.full),
             self.stall_cycles.eq(ring.stall_cycles),
         ]
         with m.If(ring.nonfinite | quantizer.nonfinite):
             m.d.sync += self.nonfinite.eq(1)
-        with m.If(ring.error | rows.error | softmax.error):
+        with m.If(ring.error | rows.error | softmax.error | queries.error):
             m.d.sync += self.error.eq(1)
         return m

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvant.hw.kvcache.layouts import Table
-from kvant.hw.pq.attention import PqAttention, attend_command, code_output
+from kvant.hw.pq.attention import PqAttention
+from kvant.hw.pq.code_path import code_output
 from kvant.hw.pq.parameters import PqParameters
+from kvant.hw.pq.query_stage import attend_command
 from kvant.hw.pq.ring_layouts import row_input
 from kvant.sim.kvcache.tables import channel_writes, table_write
 from kvant.sim.pq.layout import code_words, codebook_words, frames_of, read_codes
@@ -169,11 +171,11 @@ def stimulus(
             number += 1
         if codes is not None:
             words += code_words(p, codes[index])
-    codebook, reads = [], []
+    codebooks, reads = ([], []), []
     for attend in attends:
         if attend.history:
             for store in (KEYS, VALUES) if attend.values else (KEYS,):
-                codebook += books[attend.head, store]
+                codebooks[store].extend(books[attend.head, store])
                 reads += [memory[attend.head, store, k] for k in range(batch_words(p, attend.history))]
     inputs = {
         "cfg": {"data": table_writes(tables)},
@@ -181,7 +183,8 @@ def stimulus(
         "encode_codebook": {"data": [word for batch in coded for word in books[batch.head, batch.store]]},
         "cmd": {"data": [_command(p, attend) for attend in attends]},
         "q": {"data": [word for attend in attends for word in query_words(p, attend.queries)]},
-        "codebook": {"data": codebook},
+        "codebook_k": {"data": codebooks[KEYS]},
+        "codebook_v": {"data": codebooks[VALUES]},
     }
     echo = {"history": ("codes", reads)}
     if codes is not None:

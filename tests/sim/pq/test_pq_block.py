@@ -155,12 +155,13 @@ def test_reset_in_the_middle():
 
 
 FAULTS = {
-    "bins are not cleared": ("command.count - 1", "0"),
+    "bins are not cleared": ("finishing.count - 1", "0"),
     "the scan's keys alone have a reference": ("coded & (rows.z_max[number] < softmax.z_max[number])", "coded"),
-    "scale of the keys' codebook for the values": (".codebook_scale.eq(scales[1])", ".codebook_scale.eq(scales[0])"),
-    "a factor goes to the next query": ("(factor_vector == number)", "(factor_vector != number)"),
+    "scale of the values' codebook": (".codebook_scale.eq(prepared.value_scale)", ".codebook_scale.eq(0x3C00)"),
+    "all queries have the first one's factor": ("prepared.factors[number]", "prepared.factors[0]"),
     "rows are left out": (".has_rows.eq(~rows.empty)", ".has_rows.eq(rows.empty)"),
     "weights of rows do not count": ("Mux(coded, total, 0) + rows.total[number]", "Mux(coded, total, 0)"),
+    "queries meet rows in the quantiser": ("~at_rows & ~wants_rows", "1"),
 }
 
 
