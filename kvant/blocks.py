@@ -106,8 +106,8 @@ def get_block(name: str) -> Block:
     return getattr(importlib.import_module(module), attribute)
 
 
-def note_without_effect(name: str, config: "Config") -> None:
-    """Say on stderr which fields the user set that the block called *name* does not read."""
-    fields = sorted(config.stated - {"preset"} - set(get_block(name).fields))
+def note_without_effect(name: str, stated: Collection[str]) -> None:
+    """Say on stderr which of the fields that the user set the block called *name* does not read."""
+    fields = sorted(set(stated) - {"preset"} - set(get_block(name).fields))
     if fields:
         print(f"kvant: note: {', '.join(fields)}: no effect on {name}", file=sys.stderr)

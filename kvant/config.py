@@ -145,6 +145,12 @@ def load(
     return compose(layers)
 
 
+def stated_fields(path: str | Path | None, overrides: Iterable[str] | None = ()) -> frozenset[str]:
+    """Fields that a user sets in a file and by overrides, whether or not they make a configuration together."""
+    named = frozenset() if path is None else frozenset(_file_layer(path)[1])
+    return named | frozenset(parse_overrides(overrides or ()))
+
+
 def compose(layers: Sequence[tuple[str, Mapping[str, object]]]) -> Config:
     """Compose a configuration from *layers* of (where it comes from, fields); later layers win.
 

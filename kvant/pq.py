@@ -31,11 +31,14 @@ ARRAYS = [
 NUMBER_ARRAYS = ("group", "sinks", "recent")
 """Fields of the configuration that may be given as arrays."""
 
-BENCH_TOKENS = 40
-"""Tokens of a generated bench beside its sinks and recent ones."""
+BENCH_TOKENS = 3
+"""Tokens of a generated bench that are coded at its end, behind a batch."""
 
-BENCH_WINDOW = 24
-"""Most sinks and recent tokens of a generated bench's sequence that are met."""
+TRAINING_SEED = 0
+"""Seed of codebooks that are trained: the one of the pauses changes no result."""
+
+BENCH_WINDOW = 256
+"""Most recent tokens of a generated bench's sequence; with a longer window nothing of it is coded."""
 
 
 class PqBlock:
@@ -108,7 +111,7 @@ class PqBlock:
 
         p = chosen.pq.check_pq()
         rng = np.random.default_rng(seed)
-        tokens = min(p.sinks, BENCH_WINDOW) + BENCH_TOKENS + min(p.recent, BENCH_WINDOW)
+        tokens = p.sinks + min(p.recent, BENCH_WINDOW) + p.batch_tokens + BENCH_TOKENS
         k, v, q = (rng.standard_normal((n, p.head_dim)).astype(np.float16) for n in (tokens, tokens, p.q_parallel))
         tables = random_tables(p, seed=seed)
         golden = golden_outputs(p, k, v, q, tables)
@@ -147,7 +150,7 @@ class PqBlock:
         path, overrides
             Configuration, see `kvant.config.load`.
         simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`; the seed is that of the training, too.
+            See `kvant.sim.simulate.simulate`.
         check : bool
             Compare the outputs with the golden model.
 
@@ -175,7 +178,7 @@ class PqBlock:
                 f"array k: {lengths['T']} tokens; legal is up to {p.tokens + p.sinks + p.recent} "
                 f"(capacity = {p.tokens}, {p.sinks} sinks, {p.recent} recent)"
             )
-        tables = _tables(p, arrays, seed)
+        tables = _tables(p, arrays)
         options = {"simulator": simulator, "stall": stall, "seed": seed, "waves": waves}
         k, v, q = arrays["k"], arrays.get("v"), arrays["q"]
         result = sim.run(p, k, v, q, tables, **options)
@@ -210,7 +213,7 @@ def _configuration(
             if name in arrays and other not in arrays:
                 raise InputError(f"array {name}: given without {other}; legal are both or none")
         if names[0] in arrays and store not in arrays:
-            raise InputError(f"array {names[0]}: given without {store}")
+            raise InputError(f"array {names[0]}: given without {store}; legal are both, or neither")
     books = {name: arrays[name] for name in ("codebook_k", "codebook_v") if name in arrays}
     if len({book.shape for book in books.values()}) > 1:
         raise InputError(f"array codebook_v: {books['codebook_v'].shape}; legal is {books['codebook_k'].shape}")
@@ -235,7 +238,7 @@ def _configuration(
     return chosen
 
 
-def _tables(p: PqParameters, arrays: Mapping[str, np.ndarray], seed: int):
+def _tables(p: PqParameters, arrays: Mapping[str, np.ndarray]):
     """Codebooks given or trained, and the mean."""
     import torch
 
@@ -255,7 +258,9 @@ def _tables(p: PqParameters, arrays: Mapping[str, np.ndarray], seed: int):
         elif store in arrays:
             samples = port_rule(torch.from_numpy(arrays[store]))
             centre = None if mean is None or store == "v" else torch.from_numpy(mean)
-            book = train_codebooks(samples, subspace=p.subspace, nbits=p.nbits, mean=centre, seed=seed, name=store)
+            book = train_codebooks(
+                samples, subspace=p.subspace, nbits=p.nbits, mean=centre, seed=TRAINING_SEED, name=store
+            )
             entries.append(book.entries.numpy())
             scales.append(np.float16(book.scale.numpy()))
         else:

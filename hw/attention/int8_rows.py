@@ -24,7 +24,7 @@ from kvant.hw.numeric.floating import (
     leading_zeros,
     shift_left,
 )
-from kvant.hw.parameters import ParameterError, check_integer
+from kvant.hw.parameters import check_integer
 from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS, PqParameters
 
 FACTOR_BITS = 17
@@ -500,11 +500,6 @@ class Int8Rows(wiring.Component):
 
     def __init__(self, p: PqParameters, *, queries: int | None = None, rows: int | None = None):
         self.p = p.check_pq()
-        if p.group % p.lanes and p.group < p.head_dim:
-            raise ParameterError(
-                f"lanes = {p.lanes}: legal for INT8 rows are the divisors of group = {p.group}, "
-                f"or any if it is at least head_dim = {p.head_dim}"
-            )
         self.queries = check_integer("queries", p.q_parallel if queries is None else queries, 1, 64)
         self.most_rows = check_integer("rows", default_rows(p) if rows is None else rows, 1)
         self.row_groups = ceil_div(p.head_dim, p.group)

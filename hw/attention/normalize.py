@@ -22,7 +22,8 @@ def denominator_width(p: PqParameters) -> int:
 
 def choose(values: Sequence[Value], index: Value) -> Value:
     """The value with the number *index*, its lower bits if there are more, by a tree of multiplexers."""
-    bits = (len(values) - 1).bit_length()
+    bits = min((len(values) - 1).bit_length(), len(index))  # values that no index has are left out
+    values = values[: 1 << bits]
     values = [*values, *[values[-1]] * ((1 << bits) - len(values))]
     for k in range(bits):
         values = [Mux(index[k], high, low) for low, high in zip(values[::2], values[1::2], strict=True)]

@@ -59,8 +59,8 @@ class PqParameters(Parameters):
         Raises
         ------
         ParameterError
-            When `subspace` does not divide `head_dim`, a sub-vector is wider than the port, or `lanes` is no power of
-            two.
+            When `subspace` does not divide `head_dim`, a sub-vector is wider than the port, `lanes` is no power of
+            two, or a transfer has elements of two groups.
         """
         if self.head_dim % self.subspace:
             raise ParameterError(f"subspace = {self.subspace}: legal are divisors of head_dim = {self.head_dim}")
@@ -68,6 +68,11 @@ class PqParameters(Parameters):
             raise ParameterError(f"subspace = {self.subspace}: legal with port_bits = {self.port_bits} is 1 to 4")
         if self.lanes & (self.lanes - 1):
             raise ParameterError(f"lanes = {self.lanes}: legal in a product-quantised cache are the powers of two")
+        if self.group % self.lanes and self.group < self.head_dim:
+            raise ParameterError(
+                f"group = {self.group}: legal in a product-quantised cache are multiples of lanes = {self.lanes}, and "
+                f"all from head_dim = {self.head_dim} on"
+            )
         return self
 
     @property

@@ -2,7 +2,6 @@
 
 from amaranth.lib import data
 
-from kvant.hw.parameters import ParameterError
 from kvant.hw.pq.parameters import PqParameters
 
 
@@ -32,13 +31,11 @@ class RingShape:
     Raises
     ------
     ParameterError
-        When a cache cannot be built of *p*, or a group is no whole number of transfers.
+        When a cache cannot be built of *p*.
     """
 
     def __init__(self, p: PqParameters):
         p.check_pq()
-        if p.group % p.lanes and p.group < p.head_dim:
-            raise ParameterError(f"group = {p.group}: legal in a ring of rows are multiples of lanes = {p.lanes}")
         self.contexts = 2 * p.heads
         self.ring_rows = p.recent + 2 * p.batch_tokens
         self.context_rows = self.ring_rows + p.sinks

@@ -64,7 +64,7 @@ def register(app: typer.Typer) -> None:
             vectors = chosen.vectors(configuration, seed)
             files |= {f"bench/{file}": text for file, text in bench_files(design, vectors).items()}
         write_files(out, files)
-        note_without_effect(block, configuration)
+        note_without_effect(block, configuration.stated)
         for file in files:
             typer.echo(out / file)
 

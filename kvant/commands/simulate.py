@@ -29,7 +29,7 @@ def register(app: typer.Typer):
         from rich.console import Console
 
         from kvant.blocks import get_block, note_without_effect
-        from kvant.config import load
+        from kvant.config import stated_fields
         from kvant.errors import InputError
         from kvant.sim.toolchain import wave_suffix
         from kvant.tensors import check_target, read_npz, write_npz
@@ -38,7 +38,10 @@ def register(app: typer.Typer):
             raise InputError(f"--stall {stall}: legal is a probability from 0 to below 1")
         if out.is_dir() or out.suffix != ".npz":
             raise InputError(f"--out {out}: legal is a file name that ends in .npz")
+        if seed < 0:
+            raise InputError(f"--seed {seed}: legal is an integer from 0")
         check_target(out)
+        stated = stated_fields(config, overrides)
         implementation = get_block(block)
         arrays = read_npz(data)
         wave_file = out.with_suffix(wave_suffix(simulator.value)) if waves else None
@@ -55,7 +58,7 @@ def register(app: typer.Typer):
                 check=check,
             )
         write_npz(out, result)
-        note_without_effect(block, load(config, overrides))
+        note_without_effect(block, stated)
         _report(console, block, simulator.value, result, stall=stall, seed=seed, check=check)
         if wave_file is not None:
             console.print(f"waves: {wave_file}", markup=False, highlight=False, soft_wrap=True)

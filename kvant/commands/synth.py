@@ -157,7 +157,7 @@ def _board(
     if uart is not None:
         board = boards.with_uart(board, uart)
     chosen = config.load(config_path or board.preset, overrides)
-    note_without_effect(block, chosen)
+    note_without_effect(block, chosen.stated)
     implementation = get_block(block)
     mhz = freq or boards.default_mhz(boards.make_platform(board), board)
     design, top = board_design(
@@ -194,7 +194,7 @@ def _device(
     if speed is not None:
         device = device.with_speed(speed)
     chosen = config.load(config_path, overrides)
-    note_without_effect(block, chosen)
+    note_without_effect(block, chosen.stated)
     implementation = get_block(block)
     design = bare_design(
         implementation.build(chosen),

@@ -244,6 +244,7 @@ def run(
         arrays["out"] = np.array(trace.transfers["out"]["data"], np.uint32).view(np.float32).reshape(len(q), -1)
     arrays["scores"] = _scores(p, trace, attends, len(k))
     ends = [cycles[-1] for name, cycles in trace.cycles.items() if name in ("codes", "scores", "out") and cycles]
+    ends.append(trace.cycles["x"][-1])  # without coded tokens and values nothing comes out
     numbers = {"cycles": max(ends) - trace.cycles["x"][0] + 1}
     numbers |= {name: trace.status[name] for name in ("busy_cycles", "nonfinite", "error")}
     return arrays | {name: np.array(value, np.int64) for name, value in numbers.items()}

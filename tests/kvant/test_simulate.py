@@ -258,3 +258,21 @@ def test_unknown_block_and_missing_file_are_refused(kvant, tmp_path, assert_one_
     assert_one_line_error(result, "nothing", "linear")
     result = kvant("simulate", "linear", "--data", tmp_path / "a.npz", "--out", tmp_path / "out.npz")
     assert_one_line_error(result, "a.npz", "no such file")
+
+
+def test_an_override_that_an_array_replaces_does_not_count(kvant, tmp_path):
+    """The group of the arrays makes the capacity legal; nothing is refused once the output is written."""
+    rng = np.random.default_rng(1)
+    source, target = tmp_path / "in.npz", tmp_path / "out.npz"
+    np.savez(source, k=rng.standard_normal((3, 16)).astype(np.float16), group=np.array(16))
+    settings = ("--set", "capacity=32", "--set", "lanes=4")
+    result = kvant("simulate", "kcache", "--data", source, "--out", target, "--simulator", "icarus", *settings)
+    assert result.returncode == 0, result.stderr
+    with np.load(target) as archive:
+        assert int(archive["group"]) == 16
+
+
+def test_a_negative_seed_is_refused(simulate, case, assert_one_line_error):
+    result, target = simulate(case, "--seed", "-1")
+    assert_one_line_error(result, "--seed -1", "an integer from 0")
+    assert not target.exists()

@@ -354,7 +354,7 @@ def test_what_breaks_the_protocol_raises_error(fault):
 @pytest.mark.parametrize(
     ("shape", "arguments", "message"),
     [
-        (SHAPES[5], {}, "lanes = 16: legal for INT8 rows are the divisors of group = 8, or any if it is at least "),
+        (SHAPES[5], {}, "group = 8: legal in a product-quantised cache are multiples of lanes = 16"),
         ({"head_dim": 64, "lanes": 6}, {}, "lanes = 6: legal in a product-quantised cache are the powers of two"),
         ({}, {"queries": 0}, "queries = 0: legal is an integer from 1 to 64"),
         ({}, {"rows": 0}, "rows = 0: legal is an integer from 1"),

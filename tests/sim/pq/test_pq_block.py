@@ -73,6 +73,7 @@ def test_known_answer(simulator, stall):
         (WINDOWS, 30, 3, "icarus", 0.0),
         (TINY, 1, 1, "icarus", 0.0),
         (WINDOWS, 3, 2, "icarus", 0.3),  # sinks and one recent token alone
+        (PqParameters(head_dim=3, lanes=8, group=8, subspace=1, nbits=4, port_bits=64, recent=1), 14, 2, "icarus", 0.0),
         (PACKED, 70, 2, "verilator", 0.3),
         pytest.param(PACKED, 120, 3, "icarus", 0.3, marks=pytest.mark.long),
         pytest.param(TINY, 64, 20, "verilator", 0.3, marks=pytest.mark.long),
@@ -232,12 +233,13 @@ def test_case_22_illegal_arrays_are_refused(changes, words):
         ("lanes=3", "lanes = 3"),
         ("nbits=9", "nbits = 9"),
         ("batch=3", "batch = 3"),
+        ("group=12", "group = 12: legal in a product-quantised cache are multiples of lanes = 8"),
     ],
 )
 def test_illegal_settings_are_refused(setting, words):
     arrays = {name: value for name, value in given().items() if "codebook" not in name}
     with pytest.raises(InputError) as caught:
-        BLOCK.simulate(arrays, overrides=[setting, "group=8"], simulator="icarus")
+        BLOCK.simulate(arrays, overrides=["group=8", setting], simulator="icarus")
     assert words in str(caught.value)
 
 
@@ -261,3 +263,24 @@ def test_codebooks_are_trained_where_none_are_given():
     again = BLOCK.simulate(arrays | {name: result[name] for name in result if "codebook" in name},
                            overrides=settings, simulator="icarus", seed=2)  # fmt: skip
     np.testing.assert_array_equal(again["out"], result["out"])
+
+
+def test_scores_alone_of_tokens_none_of_which_is_coded():
+    """Nothing comes out at all; scores are 0."""
+    rng = np.random.default_rng(SEED)
+    arrays = {name: rng.standard_normal((n, 16)).astype(np.float16) for name, n in (("k", 3), ("q", 2))}
+    settings = ["port_bits=64", "lanes=4", "batch=4", "group=16", "capacity=64", "nbits=4", "recent=5"]
+    result = BLOCK.simulate(arrays, overrides=settings, simulator="icarus")
+    assert set(result) >= {"k_codes", "scores", "codebook_k"} and not {"out", "v_codes"} & set(result)
+    assert not result["scores"].any() and not result["k_codes"].any()
+
+
+def test_the_seed_of_the_pauses_changes_no_codebook():
+    arrays = {name: value for name, value in given().items() if "codebook" not in name}
+    settings = ["port_bits=64", "lanes=4", "batch=4", "group=16", "capacity=64", "nbits=4"]
+    one, other = (
+        BLOCK.simulate(arrays, overrides=settings, simulator="icarus", stall=stall, seed=seed)
+        for stall, seed in ((0.0, 0), (0.5, 1 << 70))
+    )
+    for name in one.keys() - {"cycles", "busy_cycles"}:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
