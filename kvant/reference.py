@@ -43,7 +43,8 @@ NOTES = {
     "linear": "Fields of `linear`: the array, its group accumulators and the buffers around them.",
     "cache": "Fields of `variance`, `kcache` and `vcache`, which also take `group`, `max_coefficient` and `adder` from "
     "above. They have no effect on `linear`, which has `rows * cols` lanes.",
-    "pq": "Fields of blocks that this version does not generate yet. They are checked in every configuration.",
+    "pq": "Fields of `pq`, which also takes `group`, `lanes`, `head_dim`, `heads`, `sinks`, `centred`, `capacity` "
+    "(here the coded tokens whose scores are buffered) and `port_bits` from above.",
 }
 
 

@@ -27,12 +27,20 @@ _LOGIC = {
     "heads": "heads",
     "centred": "centred=false",
 }
-_MULTIPLIERS = {"rows": "rows", "cols": "cols", "multiplier": "multiplier=lut", "lanes": "lanes"}
+_MULTIPLIERS = {
+    "rows": "rows",
+    "cols": "cols",
+    "multiplier": "multiplier=lut",
+    "lanes": "lanes",
+    "port_bits": "port_bits",
+}
 _MEMORY = {
     "activation_words": "activation_words",
     "accumulators": "accumulators",
     "heads": "heads",
     "head_dim": "head_dim",
+    "q_parallel": "q_parallel",
+    "recent": "recent",
 }
 ADVICE: dict[str, dict[str, str]] = {
     "LUT4": _LOGIC | {"multiplier": "multiplier=dsp"},
