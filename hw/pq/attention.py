@@ -10,6 +10,7 @@ from kvant.hw.attention.row_quantizer import RowQuantizer, query_input
 from kvant.hw.attention.scaler import LOG_WIDTH
 from kvant.hw.attention.softmax import SoftmaxWeights
 from kvant.hw.kvcache.layouts import TableWrite
+from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.pq.bins import ValueBins
 from kvant.hw.pq.code_path import CodePath, code_output
 from kvant.hw.pq.codebook_jobs import BIN_BITS, SHIFT_BITS
@@ -144,7 +145,18 @@ class PqAttention(wiring.Component):
         m.submodules.queries = queries = QueryStage(p)
         m.submodules.codebooks = codebooks = CodebookMerge(p)
 
+        def buffered(name: str, source):
+            """*source* behind a register in either direction: its two ends are far apart on a chip."""
+            m.submodules[f"{name}_queue"] = queue = OutputQueue(source.payload.shape())
+            m.d.comb += [
+                queue.payload.eq(source.payload),
+                queue.valid.eq(source.valid),
+                source.ready.eq(queue.advance),
+            ]
+            return queue.o
+
         # Coding.
+        batch = buffered("batch", ring.rows)
         wiring.connect(m, wiring.flipped(self.x), ring.x)
         wiring.connect(m, wiring.flipped(self.cfg), ring.cfg)
         wiring.connect(m, wiring.flipped(self.encode_codebook), engine.encode_words)
@@ -158,19 +170,19 @@ class PqAttention(wiring.Component):
             engine.encode_job.payload.scale.eq(job.payload.scale),
             engine.encode_job.valid.eq(job.valid & path.job.ready),
             job.ready.eq(path.job.ready & engine.encode_job.ready),
-            engine.rows.payload.data.eq(ring.rows.payload.data),
-            engine.rows.payload.last.eq(ring.rows.payload.last),
-            engine.rows.valid.eq(ring.rows.valid),
-            ring.rows.ready.eq(engine.rows.ready),
+            engine.rows.payload.data.eq(batch.payload.data),
+            engine.rows.payload.last.eq(batch.payload.last),
+            engine.rows.valid.eq(batch.valid),
+            batch.ready.eq(engine.rows.ready),
             ring.coded.eq(path.written),
         ]
 
         # Attention: the paths of data.
         wiring.connect(m, wiring.flipped(self.cmd), queries.cmd)
         wiring.connect(m, wiring.flipped(self.q), quantizer.queries)
-        wiring.connect(m, ring.row_out, quantizer.rows)
+        wiring.connect(m, buffered("replay", ring.row_out), quantizer.rows)
         wiring.connect(m, quantizer.query, queries.query)
-        wiring.connect(m, quantizer.row, rows.rows)
+        wiring.connect(m, buffered("row", quantizer.row), rows.rows)
         wiring.connect(m, queries.table_queries, engine.q)
         wiring.connect(m, queries.queries, rows.q)
         wiring.connect(m, wiring.flipped(self.codebook_k), codebooks.keys)
@@ -179,9 +191,9 @@ class PqAttention(wiring.Component):
         wiring.connect(m, wiring.flipped(self.history), reader.words)
         wiring.connect(m, reader.tables, tables.words)
         wiring.connect(m, reader.bins, bins.words)
-        wiring.connect(m, engine.out, normalizer.coded)
-        wiring.connect(m, rows.o, normalizer.rows)
-        out = normalizer.out
+        wiring.connect(m, buffered("coded", engine.out), normalizer.coded)
+        wiring.connect(m, buffered("sums", rows.o), normalizer.rows)
+        out = buffered("out", normalizer.out)
         m.d.comb += [
             self.out.payload.data.eq(out.payload.data),
             self.out.payload.user.eq(out.payload.empty),
