@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 ITERATIONS = {1: 3, 2: 3, 4: 6, 8: 6}
 """Rounds of k-means by dimensions of a sub-space: twice as many gain 1 % of the squared error."""
 
-SAMPLES_PER_CENTROID = {1: 64, 2: 64, 4: 128, 8: 128}
+SAMPLES_PER_CENTROID = {1: 64, 2: 64, 4: 256, 8: 128}
 """Samples per centroid that training uses of what it is given, by dimensions of a sub-space."""
 
 INT8_MAX = 127
