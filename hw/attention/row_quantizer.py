@@ -84,16 +84,16 @@ class RowQuantizer(wiring.Component):
         tail = p.head_dim - (p.row_transfers - 1) * p.lanes
         row, item = self.rows.payload, quantizer.i.payload
         row_room = finals.w_rdy | ~row.last
-        takes_row = self.rows.valid & ~taking & self.queries_done & ~row.empty & row_room
+        takes_row = ~taking & self.queries_done & ~row.empty & row_room
         m.d.comb += [
             query_end.eq(place == p.row_transfers - 1),
             item.data.eq(Mux(taking, self.queries.payload.data.as_value(), row.data.as_value())),
             item.keep.eq(Mux(taking, Mux(query_end, tail, p.lanes), row.keep)),
             item.last.eq(Mux(taking, query_end, row.group_last)),
-            quantizer.i.valid.eq(Mux(taking, self.queries.valid, takes_row)),
+            quantizer.i.valid.eq(Mux(taking, self.queries.valid, self.rows.valid & takes_row)),
             self.queries.ready.eq(quantizer.i.ready & taking),
             finals.w_data.eq(row.final),
-            finals.w_en.eq(takes_row & quantizer.i.ready & row.last),
+            finals.w_en.eq(self.rows.valid & takes_row & quantizer.i.ready & row.last),
         ]
         with m.If(self.start):
             m.d.sync += [to_take.eq(self.count), to_leave.eq(self.count)]
@@ -105,14 +105,16 @@ class RowQuantizer(wiring.Component):
         out_end = Signal()
         leaves = Signal()
         o = quantizer.o
-        empty = self.rows.valid & row.empty & self.queries_done & ~self.start
+        takes_empty = row.empty & self.queries_done & ~self.start
         m.d.comb += [
             out_end.eq(out_place == p.row_transfers - 1),
             self.query.valid.eq(o.valid & ~self.queries_done),
             self.query.payload.data.eq(o.payload.q),
             self.query.payload.scale.eq(o.payload.scale),
             self.query.payload.last.eq(out_end),
-            self.row.valid.eq(Mux(o.valid, self.queries_done & (finals.r_rdy | ~out_end), empty)),
+            self.row.valid.eq(
+                Mux(o.valid, self.queries_done & (finals.r_rdy | ~out_end), self.rows.valid & takes_empty)
+            ),
             self.row.payload.data.eq(o.payload.q),
             self.row.payload.scale.eq(o.payload.scale),
             self.row.payload.last.eq(out_end | ~o.valid),
@@ -121,7 +123,7 @@ class RowQuantizer(wiring.Component):
             o.ready.eq(Mux(self.queries_done, self.row.ready & (finals.r_rdy | ~out_end), self.query.ready)),
             leaves.eq(o.valid & o.ready),
             finals.r_en.eq(leaves & self.queries_done & out_end),
-            self.rows.ready.eq(Mux(row.empty, empty & ~o.valid & self.row.ready, takes_row & quantizer.i.ready)),
+            self.rows.ready.eq(Mux(row.empty, takes_empty & ~o.valid & self.row.ready, takes_row & quantizer.i.ready)),
             self.nonfinite.eq(leaves & ~self.queries_done & o.payload.nonfinite),
         ]
         with m.If(leaves):

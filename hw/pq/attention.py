@@ -27,7 +27,10 @@ __all__ = ["PqAttention", "attend_command", "code_output"]
 
 
 def score_output(p: PqParameters) -> data.StructLayout:
-    """Scores of the tokens of a frame, query by query; 0 for tokens that do not exist."""
+    """Scores of the tokens of a frame, query by query; 0 for tokens that do not exist.
+
+    Those of queries that the command does not have mean nothing.
+    """
     return data.StructLayout({"data": data.ArrayLayout(signed(p.score_width), p.frame * p.q_parallel)})
 
 
@@ -77,7 +80,8 @@ class PqAttention(wiring.Component):
     codes : out stream, see `code_output`
         To memory.
     cmd : in stream of {data: `attend_command`}
-        A command meets the rows that have come before it.
+        A command meets the rows of its head that are there when its keys, and its values, are read: no row of the head
+        comes between the command and its outputs.
     q : in stream, see `query_input`
         `count` queries for each command.
     codebook_k, codebook_v : in stream of {data: port_bits}
@@ -93,11 +97,12 @@ class PqAttention(wiring.Component):
     nonfinite : out
         Sticky: a NaN or an infinity at `x` or `q`.
     error : out
-        Sticky: see `RowRing` and `Int8Rows`; a command without queries, or with more than there are tables for.
+        Sticky: see `RowRing` and `Int8Rows`; a command without queries, with more than there are tables for, or with a
+        longer history than `tokens`, which is dropped (and its queries are not taken).
     full : out
         See `RowRing`.
     busy_cycles : out, 32
-        Cycles in which a multiplier or a table works; wraps.
+        Cycles in which the engine, the tables or the bins work, or INT8 rows are under way; wraps.
     stall_cycles : out, 32
         See `RowRing`.
 
@@ -257,6 +262,7 @@ class PqAttention(wiring.Component):
 
         # Keys, then values, of a command.
         asks_rows, asks_replay = Signal(), Signal()
+        scored = Signal()  # the last scores of the command have left
         rows_kind, store = Signal(Int8Job), Signal()
         wants_rows = Signal()  # about to use the quantiser
         at_rows = Signal()  # using it
@@ -273,6 +279,8 @@ class PqAttention(wiring.Component):
             reader.to_bins.eq(store),
             queries.may_quantize.eq(~at_rows & ~wants_rows),
         ]
+        with m.If(tables.scores.valid & tables.scores.ready & frame.last):
+            m.d.sync += scored.eq(1)
         with m.If(rows.job.valid & rows.job.ready):
             m.d.sync += asks_rows.eq(0)
         with m.If(ring.replay.valid & ring.replay.ready):
@@ -292,6 +300,7 @@ class PqAttention(wiring.Component):
             with m.State("BEGIN"):
                 # The scan begins at once: `ScoreTables` waits for its table.
                 m.d.comb += reader.start.eq(coded)
+                m.d.sync += scored.eq(0)
                 m.next = "QUERIES"
             with m.State("QUERIES"):
                 m.d.comb += wants_rows.eq(1)
@@ -299,7 +308,7 @@ class PqAttention(wiring.Component):
                     m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.KEYS), asks_replay.eq(1), at_rows.eq(1)]
                     m.next = "KEYS"
             with m.State("KEYS"):
-                scanned = reader.done & Mux(command.values, softmax.max_valid, ~tables.filled)
+                scanned = scored & (softmax.max_valid | ~command.values)
                 with m.If(passed):
                     m.d.sync += at_rows.eq(0)
                 with m.If(passed & (~coded | scanned)):
@@ -370,7 +379,8 @@ class PqAttention(wiring.Component):
         with m.Elif(out.valid & out.ready & out.payload.last):
             m.d.sync += outputs.eq(outputs - 1)
 
-        works = engine.steps.as_value().any() | (tables.words.valid & tables.words.ready) | rows.busy
+        looks = (tables.words.valid & tables.words.ready) | (bins.words.valid & bins.words.ready)
+        works = engine.steps.as_value().any() | looks | rows.busy
         m.d.sync += self.busy_cycles.eq(self.busy_cycles + works)
         m.d.comb += [
             self.busy.eq(ring.busy | path.busy | engine.busy.as_value().any() | queries.busy | attends | finishes),

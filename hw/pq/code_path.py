@@ -4,6 +4,7 @@ from amaranth.hdl import Module, Signal
 from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.pq.code_writer import CodeWriter
 from kvant.hw.pq.codebook_jobs import codes_output
 from kvant.hw.pq.gearbox import WordPacker
@@ -16,20 +17,21 @@ class CodeUser(data.StructLayout):
 
     Members
     -------
-    address : 24
+    address
         In words of the port, within the codes of the head and store.
     store : 1
         0: keys, 1: values.
     head : 8
     """
 
-    def __init__(self):
-        super().__init__({"address": 24, "store": 1, "head": 8})
+    def __init__(self, p: PqParameters):
+        words = ceil_div(p.tokens, p.chunk_tokens) * p.chunk_words
+        super().__init__({"address": range(max(2, words)), "store": 1, "head": 8})
 
 
 def code_output(p: PqParameters) -> data.StructLayout:
     """Payload of the port of codes: a word of the port, `CodeUser`, the end of a batch."""
-    return data.StructLayout({"data": p.port_bits, "user": CodeUser(), "last": 1})
+    return data.StructLayout({"data": p.port_bits, "user": CodeUser(p), "last": 1})
 
 
 class CodePath(wiring.Component):
@@ -88,7 +90,8 @@ class CodePath(wiring.Component):
             self.busy.eq(places.level != 0),
         ]
 
-        current, offset = data.View(shape, places.r_data), Signal(24)
+        address = self.o.payload.user.address
+        current, offset = data.View(shape, places.r_data), Signal.like(address)
         chunk = current.first >> (p.chunk_tokens.bit_length() - 1)
         m.d.comb += [
             packer.i.payload.data.eq(writer.words.payload.data),
@@ -99,7 +102,7 @@ class CodePath(wiring.Component):
             self.o.payload.last.eq(packer.o.payload.last),
             self.o.payload.user.store.eq(current.store),
             self.o.payload.user.head.eq(current.head),
-            self.o.payload.user.address.eq((chunk * p.chunk_words + offset)[:24]),
+            address.eq((chunk * p.chunk_words + offset)[: len(address)]),
             self.o.valid.eq(packer.o.valid & places.r_rdy),
             packer.o.ready.eq(self.o.ready & places.r_rdy),
             self.written.eq(self.o.valid & self.o.ready & self.o.payload.last),

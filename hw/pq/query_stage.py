@@ -67,7 +67,8 @@ class QueryStage(wiring.Component):
     busy : out
         A command is in this stage.
     error : out
-        High for a cycle: a command without queries, or with more than `q_parallel`, which is dropped.
+        High for a cycle: a command without queries, with more than `q_parallel`, or with a longer history than
+        `tokens`, which is dropped.
     """
 
     _LOOK_CYCLES = 3
@@ -132,7 +133,7 @@ class QueryStage(wiring.Component):
         look = Signal(range(2 * self._LOOK_CYCLES))
         asks_tables = Signal()
         m.d.comb += [
-            legal.eq((given.count != 0) & (given.count <= p.q_parallel)),
+            legal.eq((given.count != 0) & (given.count <= p.q_parallel) & (given.history <= p.tokens)),
             self.status_head.eq(command.head),
             self.status_store.eq(look >= self._LOOK_CYCLES),
             self.count.eq(command.count),
@@ -143,12 +144,13 @@ class QueryStage(wiring.Component):
         ]
         with m.If(asks_tables & self.tables.ready):
             m.d.sync += asks_tables.eq(0)
-        m.d.sync += self.error.eq(0)
+        running = Signal()  # not in reset, where nothing may be taken
+        m.d.sync += [self.error.eq(0), running.eq(1)]
         with m.FSM() as control:
             with m.State("IDLE"):
-                m.d.comb += [self.cmd.ready.eq(1), buffer.clear.eq(1)]
+                m.d.comb += [self.cmd.ready.eq(running), buffer.clear.eq(1)]
                 m.d.sync += [command.eq(given), coded.eq(given.history != 0), look.eq(0), vector.eq(0)]
-                with m.If(self.cmd.valid):
+                with m.If(self.cmd.valid & running):
                     with m.If(legal):
                         m.next = "SCALES"
                     with m.Else():

@@ -242,7 +242,7 @@ def run(
     if v is not None:
         arrays["v_codes"] = _stored_codes(p, trace, rows, VALUES, len(k), history)
         arrays["out"] = np.array(trace.transfers["out"]["data"], np.uint32).view(np.float32).reshape(len(q), -1)
-    arrays["scores"] = _scores(p, trace, attends, len(k))
+    arrays["scores"] = scores_of(p, trace, attends, len(k))
     ends = [cycles[-1] for name, cycles in trace.cycles.items() if name in ("codes", "scores", "out") and cycles]
     ends.append(trace.cycles["x"][-1])  # without coded tokens and values nothing comes out
     numbers = {"cycles": max(ends) - trace.cycles["x"][0] + 1}
@@ -251,8 +251,11 @@ def run(
 
 
 def _word(layout, fields: Mapping[str, int]) -> int:
-    offsets = {name: field.offset for name, field in layout}
-    return sum(value << offsets[name] for name, value in fields.items())
+    places = dict(iter(layout))
+    for name, value in fields.items():
+        if not 0 <= value < 1 << places[name].width:
+            raise ValueError(f"{name} = {value}: legal are {places[name].width} unsigned bits")
+    return sum(value << places[name].offset for name, value in fields.items())
 
 
 def _command(p: PqParameters, attend: Attend) -> int:
@@ -278,7 +281,8 @@ def _stored_codes(
     return codes
 
 
-def _scores(p: PqParameters, trace: Trace, attends: Sequence[Attend], tokens: int) -> np.ndarray:
+def scores_of(p: PqParameters, trace: Trace, attends: Sequence[Attend], tokens: int) -> np.ndarray:
+    """Scores i64 [B, tokens] of all commands, 0 for tokens that are not coded."""
     lanes = unpack_words(trace.transfers["scores"]["data"], p.frame * p.q_parallel, p.score_width, signed=True)
     lanes = lanes.reshape(-1, p.frame, p.q_parallel)
     scores, first = [], 0
