@@ -303,7 +303,10 @@ def test_coded_without_a_job_raises_error_and_changes_nothing():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group": 5}, "group = 5: legal in a product-quantised cache are multiples of lanes = 2, and all from head_dim = 10 on"),
+        (
+            {"group": 5},
+            "group = 5: legal in a product-quantised cache are multiples of lanes = 2, and all from head_dim = 10 on",
+        ),
         ({"subspace": 4}, "subspace = 4: legal are divisors of head_dim = 10"),
         ({"lanes": 3}, "lanes = 3: legal in a product-quantised cache are the powers of two"),
     ],
