@@ -8,7 +8,7 @@ DEMO_OUT ?= out/demo
 
 help:
 	@echo "make demo       real weights through the generated RTL, compared and summarised (under 5 minutes)"
-	@echo "make test       lint, documentation and the test suite (under 20 minutes)"
+	@echo "make test       lint, documentation and the test suite (under half an hour on two cores)"
 	@echo "make test-long  the slower tests"
 	@echo "make formal     bounded proofs of the cache's control and buffers, deeper than in the tests"
 	@echo "make lint       ruff: rules and format"
