@@ -6,7 +6,7 @@ of a row times those of a query, or times a weight. Source: docs/numerics.md, "S
 point, one exponent for the channels of a group.
 """
 
-from amaranth.hdl import Array, Cat, Module, Mux, Shape, Signal, signed
+from amaranth.hdl import Array, Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, enum, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -25,6 +25,8 @@ from kvant.hw.numeric.floating import (
     shift_left,
 )
 from kvant.hw.parameters import check_integer
+from kvant.hw.pq.adder_tree import tree_levels, tree_sum
+from kvant.hw.pq.codebook_jobs import index_range
 from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS, PqParameters
 
 FACTOR_BITS = 17
@@ -69,11 +71,6 @@ def total_width(rows: int) -> int:
     return (rows * ((1 << WEIGHT_BITS) - 1)).bit_length()
 
 
-def index(count: int) -> Shape:
-    """Shape of a number below *count*, one bit at least."""
-    return Shape.cast(range(max(2, count)))
-
-
 def row_sums(p: PqParameters, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
     """Payload of `Int8Rows.o`: `lanes` sums ``data * 2^exponent`` of query `vector`; `last` ends the job."""
     queries = p.q_parallel if queries is None else queries
@@ -82,7 +79,7 @@ def row_sums(p: PqParameters, *, queries: int | None = None, rows: int | None = 
         {
             "data": data.ArrayLayout(signed(width), p.lanes),
             "exponent": signed(PLACE_BITS),
-            "vector": index(queries),
+            "vector": index_range(queries),
             "last": 1,
         }
     )
@@ -307,7 +304,7 @@ class RowScores(wiring.Component):
         self.group = min(p.group, p.head_dim)
         self.sum_width = signed_width(INT8_MAGNITUDE**2 * self.group)
         self.partial_width = signed_width(INT8_MAGNITUDE**2 * min(p.lanes, self.group))
-        vector = index(queries)
+        vector = index_range(queries)
         super().__init__(
             {
                 "scale_write": In(1),
@@ -416,7 +413,7 @@ class Position(data.StructLayout):
 
     def __init__(self, transfers: int):
         flags = ("first_row", "first_transfer", "last_transfer", "first", "last", "first_group", "last_group", "final")
-        super().__init__({"transfer": index(transfers), **dict.fromkeys(flags, 1), "scale": 16})
+        super().__init__({"transfer": index_range(transfers), **dict.fromkeys(flags, 1), "scale": 16})
 
 
 class Int8Rows(wiring.Component):
@@ -510,7 +507,7 @@ class Int8Rows(wiring.Component):
         self._weight_cycle = 4 + Exponential.latency
         self._operand_cycle = self._weight_cycle + RowFactor.latency + 1
         self._sum_cycle = self._operand_cycle + 1 - BlockSums.product_delay
-        self._tree_levels = (p.lanes - 1).bit_length()
+        self._tree_levels = tree_levels(p.lanes)
         self._z_cycle = self._operand_cycle + 1 + self._tree_levels + RowScores.latency
         self.key_latency = 1 + self._z_cycle + 4
         self.value_latency = 1 + self._sum_cycle + BlockSums.latency + 3
@@ -616,7 +613,7 @@ class Int8Rows(wiring.Component):
             attrs={"no_rw_check": 1},
         )
         query_write, query_read = query_words.write_port(), query_words.read_port()
-        query_vector, query_transfer = Signal(index(self.queries)), Signal(index(transfers))
+        query_vector, query_transfer = Signal(index_range(self.queries)), Signal(index_range(transfers))
         query_row_end = query_transfer == transfers - 1
         m.d.comb += [
             query_write.addr.eq(self._address(query_transfer, query_vector)),
@@ -633,7 +630,7 @@ class Int8Rows(wiring.Component):
                 m.d.sync += query_vector.eq(Mux(query_end, 0, query_vector + 1))
 
         # Rows, a transfer at a time. It stays until every query has had its turn.
-        transfer, group_transfer = Signal(index(transfers)), Signal(index(self.group_transfers))
+        transfer, group_transfer = Signal(index_range(transfers)), Signal(index_range(self.group_transfers))
         first_row, first_group = Signal(), Signal()
         row, key_rows = Signal(range(self.most_rows + 1)), Signal(range(self.most_rows + 1))
         row_end, group_end, last_group = Signal(), Signal(), Signal()
@@ -718,7 +715,7 @@ class Int8Rows(wiring.Component):
 
         # Cycles 0 to 3: how far a row's z is below the reference. Then its weight.
         m.submodules.exponential = exponential = Exponential()
-        vector = turn[: len(Signal(index(self.queries)))]
+        vector = turn[: len(Signal(index_range(self.queries)))]
         z = register(log_read.data, "z")
         reference = register(self._of(self.reference, register(vector, "vector", cycles=2)), "reference")
         m.d.comb += [
@@ -728,7 +725,7 @@ class Int8Rows(wiring.Component):
         ]
 
         # The turn waits for its weight, the elements for their operand.
-        turn_layout = data.StructLayout({"vector": index(self.queries), "position": Position(transfers)})
+        turn_layout = data.StructLayout({"vector": index_range(self.queries), "position": Position(transfers)})
         m.submodules.turns = turns_line = DelayLine(turn_layout, self._weight_cycle - 1)
         m.submodules.elements = elements_line = DelayLine(x.shape(), self._operand_cycle - 1)
         m.d.comb += [
@@ -783,15 +780,13 @@ class Int8Rows(wiring.Component):
         self._send(m, sums, count, sending, sent)
 
         # Keys.
-        level = [product[:16].as_signed() for product in products]
-        while len(level) > 1:
-            level = [register(a + b, "partial") for a, b in zip(level[::2], level[1::2], strict=True)]
+        partial = tree_sum(pipeline, [product[:16].as_signed() for product in products], "partial")
         tree_cycles = BlockSums.product_delay + self._tree_levels
         scored = delayed(summed, tree_cycles)
         m.d.comb += [
             scores.valid.eq(pipeline.valid(goes & ~values, cycles=self._sum_cycle + tree_cycles)),
             scores.vector.eq(scored.vector),
-            scores.partial.eq(level[0]),
+            scores.partial.eq(partial),
             scores.scale.eq(scored.position.scale),
             *(
                 getattr(scores, name).eq(scored.position[name])
@@ -827,7 +822,7 @@ class Int8Rows(wiring.Component):
     def _send(self, m: Module, sums: BlockSums, count: Signal, sending: Signal, sent: Signal):
         """Reads the sums, query by query: a word waits at the memory, one more in the output register."""
         transfers, o = self.p.row_transfers, self.o
-        vector, transfer = Signal(index(self.queries)), Signal(index(transfers))
+        vector, transfer = Signal(index_range(self.queries)), Signal(index_range(transfers))
         asked, fetched = Signal(), Signal()
         asks, moves = sending & ~asked & ~fetched, fetched & (~o.valid | o.ready)
         row_end = transfer == transfers - 1

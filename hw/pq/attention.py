@@ -23,8 +23,6 @@ from kvant.hw.pq.ring_layouts import row_input
 from kvant.hw.pq.row_ring import RowRing
 from kvant.hw.pq.tables import ScoreTables
 
-__all__ = ["PqAttention", "attend_command", "code_output"]
-
 
 def score_output(p: PqParameters) -> data.StructLayout:
     """Scores of the tokens of a frame, query by query; 0 for tokens that do not exist.
