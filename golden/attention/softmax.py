@@ -77,10 +77,10 @@ def score_factor(query_scale, scale, head_dim: int) -> Factor:
     constant, exponent = torch.frexp(softmax_constant(head_dim).to(torch.float64))
     mantissa = torch.ldexp(constant, torch.tensor(CONSTANT_BITS)).to(torch.int64)
     exponent = exponent.to(torch.int64) - CONSTANT_BITS
-    for factor, name in ((query_scale, "query_scale"), (scale, "scale")):
-        factor = as_tensor(factor, name, (torch.float16,))
-        check_scales(factor, name)
-        bits = fp16_to_bits(factor).to(torch.int64)
+    for given, name in ((query_scale, "query_scale"), (scale, "scale")):
+        part = as_tensor(given, name, (torch.float16,))
+        check_scales(part, name)
+        bits = fp16_to_bits(part).to(torch.int64)
         stored = bits >> 10 & 31
         mantissa = mantissa * (torch.where(stored > 0, 1 << 10, 0) | bits & 1023)
         exponent = exponent + stored.clamp(min=1) - 25
