@@ -100,24 +100,18 @@ def logarithms(scores: torch.Tensor, factor: Factor) -> torch.Tensor:
     -------
     i64 [...]
     """
-    scores = scores.to(torch.int64)
-    magnitude = scores.abs()
-    # The product of 26 and 46 bits is upper * 2^23 + lower; then five bits to the left: at most three for a factor's
-    # exponent, and two behind the last bit of z, which tell how to round.
-    lower = magnitude * (factor.mantissa & ((1 << _LIMB_BITS) - 1))
-    upper = (magnitude * (factor.mantissa >> _LIMB_BITS)).add_(lower >> _LIMB_BITS)
-    limb = _LIMB_BITS + _LEAST_SHIFT + 2
-    lower = lower.bitwise_and_((1 << _LIMB_BITS) - 1).bitwise_left_shift_(_LEAST_SHIFT + 2)
-    # Down by so many places, in two steps: the first joins the limbs. An upper limb that is too large for that is far
-    # above the limit, and stays there.
-    shift = (_LEAST_SHIFT - LOG_FRACTION) - factor.exponent
-    first = shift.clamp(max=limb)
-    rest = shift - first
-    joined = torch.minimum(upper, 1 << (first + 30)).bitwise_left_shift_(limb - first).add_(lower >> first)
-    lost = (lower & ((1 << first) - 1)).bitwise_or_(joined & ((1 << rest) - 1)) != 0
-    joined = joined.bitwise_right_shift_(rest).bitwise_or_(lost)
-    z = (joined + 1).add_(joined >> 2 & 1).bitwise_right_shift_(2).clamp_(max=LOG_LIMIT)
-    return z.mul_(scores.sign())
+    # Of a float64 product, which 53 bits are left of, the nearest integer is right unless a tie is as near as the
+    # product's error; from 2^51 on everything is in doubt.
+    product = scores.to(torch.float64) * torch.ldexp(factor.mantissa.to(torch.float64), factor.exponent + LOG_FRACTION)
+    nearest = product.round()
+    z = nearest.to(torch.int64)
+    if z.numel():
+        least, most = product.aminmax()
+        error = torch.maximum(-least, most) * 2.0**-52
+        doubt = (product.sub_(nearest).abs_() >= 0.5 - error).nonzero(as_tuple=True)
+        parts = (part.expand(z.shape)[doubt] for part in (scores, *factor))
+        z[doubt] = _wide_logarithms(*parts)
+    return z
 
 
 def reference(z: torch.Tensor, present: torch.Tensor | None = None) -> torch.Tensor:
@@ -191,6 +185,28 @@ def bin_shift(total: torch.Tensor) -> torch.Tensor:
         Sum of the weights of coded tokens, below 2^48.
     """
     return (torch.frexp(total.to(torch.float64)).exponent.to(torch.int64) - BIN_BITS).clamp_(min=0)
+
+
+def _wide_logarithms(scores: torch.Tensor, mantissa: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """`logarithms` in integers of two limbs; all three of one shape."""
+    scores = scores.to(torch.int64)
+    magnitude = scores.abs()
+    # The product of 26 and 46 bits is upper * 2^23 + lower; then five bits to the left: at most three for a factor's
+    # exponent, and two behind the last bit of z, which tell how to round.
+    lower = magnitude * (mantissa & ((1 << _LIMB_BITS) - 1))
+    upper = (magnitude * (mantissa >> _LIMB_BITS)).add_(lower >> _LIMB_BITS)
+    limb = _LIMB_BITS + _LEAST_SHIFT + 2
+    lower = lower.bitwise_and_((1 << _LIMB_BITS) - 1).bitwise_left_shift_(_LEAST_SHIFT + 2)
+    # Down by so many places, in two steps: the first joins the limbs. An upper limb that is too large for that is far
+    # above the limit, and stays there.
+    shift = (_LEAST_SHIFT - LOG_FRACTION) - exponent
+    first = shift.clamp(max=limb)
+    rest = shift - first
+    joined = torch.minimum(upper, 1 << (first + 30)).bitwise_left_shift_(limb - first).add_(lower >> first)
+    lost = (lower & ((1 << first) - 1)).bitwise_or_(joined & ((1 << rest) - 1)) != 0
+    joined = joined.bitwise_right_shift_(rest).bitwise_or_(lost)
+    z = (joined + 1).add_(joined >> 2 & 1).bitwise_right_shift_(2).clamp_(max=LOG_LIMIT)
+    return z.mul_(scores.sign())
 
 
 def _bases() -> list[int]:

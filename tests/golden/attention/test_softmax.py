@@ -140,6 +140,35 @@ def test_logarithms_are_rounded_once_and_saturate():
     assert {LOG_LIMIT, -LOG_LIMIT, 0} <= set(want)
 
 
+@pytest.mark.parametrize("bits", [10, 30, 45, 50, 52, 54])
+def test_logarithms_of_one_size_and_some_ties_are_rounded_once(bits):
+    """Most of them are told by float64 products, those near a tie in integers, and from 2^51 on all of them."""
+    rng = random.Random(bits)
+    cases = []
+    for _ in range(2000):
+        a, b = rng.randrange(-(1 << 20), 1 << 20) | 1, rng.randrange(1 << 45, 1 << 46)
+        cases.append((a, b, bits - 66 - LOG_FRACTION))
+    for places in range(1, 20):  # exact ties, and products next to them that float64 cannot tell from ties
+        z = rng.randrange(1 << min(bits - 1, 44))
+        for beside in (-1, 0, 1):
+            product = ((2 * z + 1) << places) + beside
+            if product < 1 << 46:
+                cases.append((1, product, -1 - places - LOG_FRACTION))
+        a = 2 * rng.randrange(1 << 19) + 1
+        near = (rng.randrange(1 << 45) | 1 << 44) // a * 2 + 1
+        cases += [(a, near + beside, -places - 16 - LOG_FRACTION) for beside in range(-8, 9)]
+    cases = [list(part) for part in zip(*cases, strict=True)]
+    assert by_golden(*cases) == by_fractions(*cases)
+
+
+def test_a_product_that_float64_takes_for_a_tie_is_rounded_right(monkeypatch):
+    a, b, e = 3325445, 130011341107, -58 - LOG_FRACTION
+    assert a * b == 3 * 2**57 - 1  # 3/2 less 2^-58
+    assert by_golden([a, -a], [b, b], [e, e]) == [1, -1]
+    monkeypatch.setattr(softmax, "_wide_logarithms", lambda scores, mantissa, exponent: scores.sign() * 2)
+    assert by_golden([a, -a], [b, b], [e, e]) == [2, -2], "it is not in doubt"
+
+
 def test_ties_of_every_length_round_to_even_and_their_neighbours_to_the_nearest():
     cases = []
     for places in range(1, 67):
