@@ -157,7 +157,7 @@ class ScoreScaler(wiring.Component):
         When *width* is outside 8 .. 26.
     """
 
-    latency = 9
+    latency = 8 + SPLIT_PRODUCT_LATENCY
 
     def __init__(self, width: int):
         self.width = check_integer("width", width, 8, 26)
@@ -170,20 +170,20 @@ class ScoreScaler(wiring.Component):
         pipeline = Pipeline(m)
         register = pipeline.register
 
-        # Cycle 0: sign and magnitude of a.
+        # Cycle 0: sign and magnitude of a. They wait for a cycle, on their way to the multipliers.
         sign = register(self.a < 0, "sign", cycles=self.latency - 2)
-        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude")
-        b = register(self.b, "b")
+        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude", cycles=2)
+        b = register(self.b, "b", cycles=2)
         amount = Signal(EXPONENT.width)
         m.d.comb += amount.eq(LEAST_SHIFT - self.e)
-        amount = register(amount, "amount", cycles=2 + SPLIT_PRODUCT_LATENCY)
+        amount = register(amount, "amount", cycles=3 + SPLIT_PRODUCT_LATENCY)
 
-        # Cycles 1 to 3: the product, for each half of a in three parts.
+        # Cycles 2 to 5: the product, for each half of a in three parts.
         half = (self.width - 1) // 2
         low, high = (split_product(pipeline, b, part, pieces=3) for part in (magnitude[:half], magnitude[half:]))
         product = register((low + (high << half))[: FACTOR_WIDTH + self.width - 1], "product")
 
-        # Cycles 4 to 6: shifted, and whether a one fell off. The bit behind the result comes along.
+        # Cycles 6 to 8: shifted, and whether a one fell off. The bit behind the result comes along.
         size = LOG_WIDTH - 1
         word = Cat(Const(0, 1 + LEAST_SHIFT), product)
         lost = Const(0, 1)
@@ -196,13 +196,13 @@ class ScoreScaler(wiring.Component):
                 word = shifted
             word, lost, amount = register(word, "word"), register(lost, "lost"), register(amount, "amount")
 
-        # Cycle 7: too large a number becomes the largest, which is not rounded up.
+        # Cycle 9: too large a number becomes the largest, which is not rounded up.
         number = word[1:][:size]
         saturates = word[1 + size :].any()
         increment = word[0] & (lost | word[1]) & ~saturates & ~number.all()
         number = register(number | saturates.replicate(size), "number")
 
-        # Cycle 8: rounded and signed by one addition, -(m + i) = ~m + (1 - i).
+        # Cycle 10: rounded and signed by one addition, -(m + i) = ~m + (1 - i).
         carry = register(sign ^ increment, "carry")
         sign = register(sign, "sign")
         total = (Cat(number, 0) ^ sign.replicate(LOG_WIDTH)) + carry

@@ -406,7 +406,7 @@ def test_the_sound_block_does_not_differ():
     [
         (hardware, "GUARD_BITS", 7),
         (scaler, "LOG_FRACTION", 15),
-        (scaler, "SPLIT_PRODUCT_LATENCY", 3),
+        (scaler, "SPLIT_PRODUCT_LATENCY", 2),
         (scaler, "FP16_LSB", -24),
         (hardware, "LOG_LEAST", 1 << 50),
         (hardware, "FP16_MANTISSA", 10),
