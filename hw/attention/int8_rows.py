@@ -106,7 +106,7 @@ class RowFactor(wiring.Component):
         0 for a product of 0. The product is about ``factor * 2^(place - 42)``.
     """
 
-    latency = 4
+    latency = 5
 
     def __init__(self):
         super().__init__({"weight": In(WEIGHT_BITS), "scale": In(16), "factor": Out(FACTOR_BITS), "place": Out(7)})
@@ -115,18 +115,21 @@ class RowFactor(wiring.Component):
         m = Module()
         register = Pipeline(m).register
         normal = self.scale[10:15].any()
-        mantissa = Cat(self.scale[:10], normal)
+
+        # Cycle 0: parts of the scale.
+        weight = register(self.weight, "weight")
+        mantissa = register(Cat(self.scale[:10], normal), "mantissa")
         exponent = Cat(self.scale[10] | ~normal, self.scale[11:15])
 
-        # Cycles 0 and 1: the product, of two narrow ones.
+        # Cycles 1 and 2: the product, of two narrow ones.
         half = WEIGHT_BITS // 2
         width = WEIGHT_BITS + FP16_MANTISSA
-        low = register(self.weight[:half] * mantissa, "low")
-        high = register(self.weight[half:] * mantissa, "high")
+        low = register(weight[:half] * mantissa, "low")
+        high = register(weight[half:] * mantissa, "high")
         product = register(Cat(low[:half], (low[half:] + high)[: width - half]), "product")
-        exponent = register(exponent, "exponent", cycles=2)
+        exponent = register(exponent, "exponent", cycles=3)
 
-        # Cycle 2: where its first one stands. Cycle 3: the bits from there on.
+        # Cycle 3: where its first one stands. Cycle 4: the bits from there on.
         zeros = register(leading_zeros(m, product), "zeros")
         nonzero = register(product.any(), "nonzero")
         product = register(product, "product")
