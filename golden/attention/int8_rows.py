@@ -1,16 +1,17 @@
 """Keys and values that stay INT8 rows, sinks and recent tokens, in the numbers of the hardware.
 
-The score of a row is the group dot product of its groups with a query that is one INT8 group; the value of a row counts
-with its attention weight in a block-floating sum: per query and group of channels one exponent, per channel an integer.
-Source: docs/numerics.md, "Group dot product" and "Product quantisation".
+The dot product of a query, which is one INT8 group, with every group of a row becomes a fixed-point logarithm, and the
+groups' logarithms are added; the value of a row counts with its attention weight in a block-floating sum: per query and
+group of channels one exponent, per channel an integer. Source: docs/numerics.md, "Softmax".
 """
 
 from typing import NamedTuple
 
 import torch
 
+from kvant.golden.attention.softmax import LOG_LIMIT, logarithms, score_factor
 from kvant.golden.errors import TensorError
-from kvant.golden.numeric.rounding import fp16_to_bits, fp32
+from kvant.golden.numeric.rounding import fp16_to_bits
 from kvant.golden.numeric.tensors import (
     as_tensor,
     check_group,
@@ -55,43 +56,68 @@ class RowSums(NamedTuple):
         return torch.ldexp(self.mantissa.to(torch.float64), exponent)
 
 
-def row_scores(q, q_scale, rows, row_scale, *, group: int) -> torch.Tensor:
-    """Scores of queries with rows, ``y <- fp32(y + fp32(r_g * s_q * s_g))`` over the groups of a row, from +0.
+def row_scores(q, rows, *, group: int) -> torch.Tensor:
+    """Scores of queries with the groups of rows: the exact dot products ``r_g``.
 
     Parameters
     ----------
     q : i8 [..., B, d]
-        Queries, each one INT8 group; -128 is exact too.
-    q_scale : f16 [..., B]
+        Queries; -128 is exact too.
     rows : i8 [..., N, d]
         N may be 0.
-    row_scale : f16 [..., N, ceil(d/G)]
     group : int
         G; a short last group has only its real elements.
 
     Returns
     -------
-    f32 [..., B, N]
+    i64 [..., B, N, ceil(d/G)]
+
+    Raises
+    ------
+    TensorError
+        For shapes or dtypes that do not fit.
+    """
+    q = as_tensor(q, "q", (torch.int8,))
+    rows = _checked_elements(rows, group)
+    if q.dim() < 2 or q.shape[-1] != rows.shape[-1]:
+        raise TensorError(f"q: shape {tuple(q.shape)}; legal is [..., B, {rows.shape[-1]}]")
+    # float64 multiplies matrices faster, and holds every sum; groups before the vectors: [..., g, B or N, G]
+    q_groups, row_groups = (to_groups(x.to(torch.float64), group).transpose(-2, -3) for x in (q, rows))
+    return (q_groups @ row_groups.mT).movedim(-3, -1).to(torch.int64)
+
+
+def row_logarithms(q, q_scale, rows, row_scale, *, group: int) -> torch.Tensor:
+    """Logarithms of rows, ``z = sum_g rne(r_g * c * s_q * s_g * 2^16)``, limited to `LOG_LIMIT` in magnitude.
+
+    Every group is rounded, and limited, on its own: a row of n groups is off by at most n/2 units of 2^-16.
+
+    Parameters
+    ----------
+    q : i8 [..., B, d]
+        Queries, each one INT8 group.
+    q_scale : f16 [..., B]
+    rows : i8 [..., N, d]
+    row_scale : f16 [..., N, ceil(d/G)]
+    group : int
+
+    Returns
+    -------
+    i64 [..., B, N]
 
     Raises
     ------
     TensorError
         For shapes or dtypes that do not fit, scales that are negative or not finite.
     """
-    q = as_tensor(q, "q", (torch.int8,))
     rows, row_scale = _checked_rows(rows, row_scale, group)
-    if q.dim() < 2 or q.shape[-1] != rows.shape[-1]:
-        raise TensorError(f"q: shape {tuple(q.shape)}; legal is [..., B, {rows.shape[-1]}]")
+    r = row_scores(q, rows, group=group)
     q_scale = as_tensor(q_scale, "q_scale", (torch.float16,))
-    check_shape(q_scale, "q_scale", tuple(q.shape[:-1]))
+    check_shape(q_scale, "q_scale", tuple(r.shape[:-2]))
     check_scales(q_scale, "q_scale")
-    # float64 holds every product: r has at most 23 bits, two scales have 22
-    q_groups, row_groups = (to_groups(x.to(torch.float64), group) for x in (q, rows))
-    s_q, s_rows = q_scale.to(torch.float64)[..., :, None], row_scale.to(torch.float64)[..., None, :, :]
-    y = torch.zeros((*q.shape[:-1], rows.shape[-2]), dtype=torch.float32)
-    for g in range(row_groups.shape[-2]):
-        y = y + fp32(q_groups[..., g, :] @ row_groups[..., g, :].mT * (s_q * s_rows[..., g]))
-    return y
+    if not r.shape[-2]:
+        return torch.zeros(r.shape[:-1], dtype=torch.int64)
+    factor = score_factor(q_scale[..., None, None], row_scale[..., None, :, :], q.shape[-1])
+    return logarithms(r, factor).sum(-1).clamp_(-LOG_LIMIT, LOG_LIMIT)
 
 
 def weighted_rows(weights, rows, row_scale, *, group: int) -> RowSums:
@@ -141,16 +167,24 @@ def weighted_rows(weights, rows, row_scale, *, group: int) -> RowSums:
     return RowSums(from_groups(mantissa, d).to(torch.int64), exponent[..., -1, :] - PLACE_OFFSET, group)
 
 
-def _checked_rows(rows, row_scale, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and their scales, or a refusal."""
+def _checked_elements(rows, group: int) -> torch.Tensor:
+    """Rows, possibly none, or a refusal."""
     check_group(group)
     if isinstance(rows, torch.Tensor) and rows.dim() >= 2 and rows.shape[-2] == 0 and rows.shape[-1]:
         if rows.dtype != torch.int8:
             raise TensorError(f"rows: dtype {str(rows.dtype).removeprefix('torch.')}; legal: int8")
-        return rows, torch.zeros((*rows.shape[:-1], group_count(rows.shape[-1], group)), dtype=torch.float16)
+        return rows
     rows = as_tensor(rows, "rows", (torch.int8,))
     if rows.dim() < 2:
         raise TensorError(f"rows: shape {tuple(rows.shape)}; legal is [..., N, d]")
+    return rows
+
+
+def _checked_rows(rows, row_scale, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and their scales, or a refusal."""
+    rows = _checked_elements(rows, group)
+    if not rows.shape[-2]:
+        return rows, torch.zeros((*rows.shape[:-1], group_count(rows.shape[-1], group)), dtype=torch.float16)
     row_scale = as_tensor(row_scale, "row_scale", (torch.float16,))
     check_shape(row_scale, "row_scale", (*rows.shape[:-1], group_count(rows.shape[-1], group)))
     check_scales(row_scale, "row_scale")

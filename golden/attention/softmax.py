@@ -9,11 +9,12 @@ Nothing is ever rescaled, so results do not depend on how keys are cut into part
 import math
 from fractions import Fraction
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from kvant.golden.errors import TensorError
-from kvant.golden.numeric.rounding import fp32
+from kvant.golden.numeric.rounding import fp16_to_bits
 from kvant.golden.numeric.tensors import as_tensor, check_scales
 
 LOG_FRACTION = 16
@@ -31,9 +32,28 @@ WEIGHT_BITS = 24
 BIN_BITS = 32
 """Bits of a bin that the read-out takes."""
 
+CONSTANT_BITS = 24
+"""Significant bits of `softmax_constant`."""
+
 _SEGMENT_BITS = 6
 _REST_BITS = LOG_FRACTION - _SEGMENT_BITS
-_INT64_SAFE = 2.0**60
+_LIMB_BITS = 23
+_LEAST_SHIFT = 3  # factors are multiples of no more than 2^(3 - LOG_FRACTION)
+
+
+class Factor(NamedTuple):
+    """What turns integer scores into logarithms, exactly: ``mantissa * 2^exponent``.
+
+    Attributes
+    ----------
+    mantissa : i64 [...]
+        24 + 11 + 11 = 46 bits; 0 where a scale is 0.
+    exponent : i64 [...]
+        At most ``3 - LOG_FRACTION``.
+    """
+
+    mantissa: torch.Tensor
+    exponent: torch.Tensor
 
 
 def softmax_constant(head_dim: int) -> torch.Tensor:
@@ -43,41 +63,55 @@ def softmax_constant(head_dim: int) -> torch.Tensor:
     return torch.tensor(math.log2(math.e) / math.sqrt(head_dim), dtype=torch.float64).to(torch.float32)
 
 
-def score_factor(query_scale, codebook_scale, head_dim: int) -> torch.Tensor:
-    """``K = fp32(c * s_q * s_cb)``, what turns integer scores into z; the exact product, rounded once.
+def score_factor(query_scale, scale, head_dim: int) -> Factor:
+    """``F = c * s_q * s``, exact: no rounding, so that all parts of a cache share the one rounding of c.
 
     Parameters
     ----------
-    query_scale, codebook_scale : f16 [...]
-        Of shapes that go together.
+    query_scale : f16 [...]
+        s_q of the query.
+    scale : f16 [...]
+        s of the keys: of their codebook, or of a group of an INT8 row. Shapes go together.
     head_dim : int
-
-    Returns
-    -------
-    f32 [...]
     """
-    # 24, 11 and 11 bits: exact in float64
-    scales = _scale(query_scale, "query_scale") * _scale(codebook_scale, "codebook_scale")
-    return fp32(softmax_constant(head_dim).to(torch.float64) * scales)
+    constant, exponent = torch.frexp(softmax_constant(head_dim).to(torch.float64))
+    mantissa = torch.ldexp(constant, torch.tensor(CONSTANT_BITS)).to(torch.int64)
+    exponent = exponent.to(torch.int64) - CONSTANT_BITS
+    for given, name in ((query_scale, "query_scale"), (scale, "scale")):
+        part = as_tensor(given, name, (torch.float16,))
+        check_scales(part, name)
+        bits = fp16_to_bits(part).to(torch.int64)
+        stored = bits >> 10 & 31
+        mantissa = mantissa * (torch.where(stored > 0, 1 << 10, 0) | bits & 1023)
+        exponent = exponent + stored.clamp(min=1) - 25
+    return Factor(mantissa, exponent)
 
 
-def logarithms(scores: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``z = rne(score * factor * 2^16)``, at most `LOG_LIMIT` in magnitude.
+def logarithms(scores: torch.Tensor, factor: Factor) -> torch.Tensor:
+    """``z = rne(score * factor * 2^16)``, the exact product rounded once, at most `LOG_LIMIT` in magnitude.
 
     Parameters
     ----------
-    scores : integers or f32 [...]
-        Integers up to 2^29 in magnitude, or fp32 numbers.
-    factor : f32 [...]
-        `score_factor` for integer scores of coded keys, `softmax_constant` for fp32 scores of INT8 rows.
+    scores : integers [...]
+        Up to 2^25 in magnitude.
+    factor : Factor [...]
 
     Returns
     -------
     i64 [...]
     """
-    # float64 holds the product of 29 (or 24) and 24 bits, and of it and a power of two
-    z = torch.round(scores.to(torch.float64) * (factor.to(torch.float64) * float(1 << LOG_FRACTION)))
-    return z.clamp_(-_INT64_SAFE, _INT64_SAFE).to(torch.int64).clamp_(-LOG_LIMIT, LOG_LIMIT)
+    # Of a float64 product, which 53 bits are left of, the nearest integer is right unless a tie is as near as the
+    # product's error; from 2^51 on everything is in doubt.
+    product = scores.to(torch.float64) * torch.ldexp(factor.mantissa.to(torch.float64), factor.exponent + LOG_FRACTION)
+    nearest = product.round()
+    z = nearest.to(torch.int64)
+    if z.numel():
+        least, most = product.aminmax()
+        error = torch.maximum(-least, most) * 2.0**-52
+        doubt = (product.sub_(nearest).abs_() >= 0.5 - error).nonzero(as_tuple=True)
+        parts = (part.expand(z.shape)[doubt] for part in (scores, *factor))
+        z[doubt] = _wide_logarithms(*parts)
+    return z
 
 
 def reference(z: torch.Tensor, present: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,11 +187,26 @@ def bin_shift(total: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(total.to(torch.float64)).exponent.to(torch.int64) - BIN_BITS).clamp_(min=0)
 
 
-def _scale(scale, name: str) -> torch.Tensor:
-    """fp16 scales in float64, or a refusal."""
-    scale = as_tensor(scale, name, (torch.float16,))
-    check_scales(scale, name)
-    return scale.to(torch.float64)
+def _wide_logarithms(scores: torch.Tensor, mantissa: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """`logarithms` in integers of two limbs; all three of one shape."""
+    scores = scores.to(torch.int64)
+    magnitude = scores.abs()
+    # The product of 26 and 46 bits is upper * 2^23 + lower; then five bits to the left: at most three for a factor's
+    # exponent, and two behind the last bit of z, which tell how to round.
+    lower = magnitude * (mantissa & ((1 << _LIMB_BITS) - 1))
+    upper = (magnitude * (mantissa >> _LIMB_BITS)).add_(lower >> _LIMB_BITS)
+    limb = _LIMB_BITS + _LEAST_SHIFT + 2
+    lower = lower.bitwise_and_((1 << _LIMB_BITS) - 1).bitwise_left_shift_(_LEAST_SHIFT + 2)
+    # Down by so many places, in two steps: the first joins the limbs. An upper limb that is too large for that is far
+    # above the limit, and stays there.
+    shift = (_LEAST_SHIFT - LOG_FRACTION) - exponent
+    first = shift.clamp(max=limb)
+    rest = shift - first
+    joined = torch.minimum(upper, 1 << (first + 30)).bitwise_left_shift_(limb - first).add_(lower >> first)
+    lost = (lower & ((1 << first) - 1)).bitwise_or_(joined & ((1 << rest) - 1)) != 0
+    joined = joined.bitwise_right_shift_(rest).bitwise_or_(lost)
+    z = (joined + 1).add_(joined >> 2 & 1).bitwise_right_shift_(2).clamp_(max=LOG_LIMIT)
+    return z.mul_(scores.sign())
 
 
 def _bases() -> list[int]:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.golden.attention.int8_rows import row_scores, weighted_rows
+from kvant.golden.attention.int8_rows import row_logarithms, weighted_rows
 from kvant.golden.attention.normalize import coded_values, normalize
-from kvant.golden.attention.softmax import bin_shift, logarithms, reference, score_factor, softmax_constant, weights
+from kvant.golden.attention.softmax import bin_shift, logarithms, reference, score_factor, weights
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import Footprint, Store, View, by_kv_head, causal_mask, to_port
 from kvant.golden.kvcache.integer import WEIGHT_SCALE, int8_group
@@ -164,15 +164,15 @@ class PqAttention(_Attention):
         """Of all keys up to the last position, i64 [H, R, n, positions.stop]; some are for no eyes."""
         last, head_dim = positions.stop, queries.q.shape[-1]
         q, scale = queries.q.flatten(1, 2), queries.scale.flatten(1, 2)
-        factor = score_factor(scale, keys.codebook.scale[:, None], head_dim)
-        z = logarithms(q.to(torch.float64) @ keys.levels[:, :last].mT, factor[..., None])
+        factor = score_factor(scale[..., None], keys.codebook.scale[:, None, None], head_dim)
+        z = logarithms(q.to(torch.float64) @ keys.levels[:, :last].mT, factor)
         # no other tokens are a row to any of these queries
         oldest = max(positions.start + 1 - self._recent, 0) if self._recent else last
         held = torch.cat((torch.arange(min(self._sinks, oldest)), torch.arange(oldest, last)))
         z = z.unflatten(1, queries.q.shape[1:3])
         if len(held):
-            y = row_scores(q, scale, keys.q[:, held], keys.scale[:, held], group=self.keys.group)
-            rows = logarithms(y, softmax_constant(head_dim)).unflatten(1, queries.q.shape[1:3])
+            rows = row_logarithms(q, scale, keys.q[:, held], keys.scale[:, held], group=self.keys.group)
+            rows = rows.unflatten(1, queries.q.shape[1:3])
             z[..., held] = torch.where(self._seen(positions)[1][:, held], rows, z[..., held])
         return z
 

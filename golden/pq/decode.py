@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from kvant.golden.attention.int8_rows import row_scores, weighted_rows
+from kvant.golden.attention.int8_rows import row_logarithms, weighted_rows
 from kvant.golden.attention.normalize import coded_values, normalize
-from kvant.golden.attention.softmax import bin_shift, logarithms, reference, score_factor, softmax_constant, weights
+from kvant.golden.attention.softmax import bin_shift, logarithms, reference, score_factor, weights
 from kvant.golden.errors import TensorError
 from kvant.golden.pq.cache import PqCache
 from kvant.golden.pq.scores import quantize_query, read_out, value_bins
@@ -57,12 +57,10 @@ def decode_attention(q, keys: PqCache, values: PqCache) -> Decoded:
     leading = tuple(queries.q.shape[:-2])
     key_book, value_book = keys.codebook.match(leading, "q"), values.codebook.match(leading, "q")
     scores = keys.scores(queries.q)
-    z_coded = logarithms(
-        scores[..., history], score_factor(queries.scale, key_book.scale[..., None], head_dim)[..., None]
-    )
+    factor = score_factor(queries.scale[..., None], key_book.scale[..., None, None], head_dim)
+    z_coded = logarithms(scores[..., history], factor)
     (key_rows, key_scale), (value_rows, value_scale) = map(_int8_rows, (keys, values))
-    y = row_scores(queries.q, queries.scale, key_rows, key_scale, group=keys.group)
-    z_rows = logarithms(y, softmax_constant(head_dim))
+    z_rows = row_logarithms(queries.q, queries.scale, key_rows, key_scale, group=keys.group)
     largest = torch.maximum(reference(z_coded), reference(z_rows))
     coded_weights, row_weights = weights(z_coded, largest), weights(z_rows, largest)
     total = coded_weights.sum(-1)

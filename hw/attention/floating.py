@@ -41,6 +41,25 @@ def wide_product(pipeline: Pipeline, a: Value, b: Value) -> Signal:
     return register((outer + inner)[: len(a) + len(b)], "product")
 
 
+SPLIT_PRODUCT_LATENCY = 3
+"""Cycles of `split_product`."""
+
+
+def split_product(pipeline: Pipeline, a: Value, b: Value, *, pieces: int) -> Signal:
+    """``a * b`` of unsigned numbers, exact, `SPLIT_PRODUCT_LATENCY` cycles later.
+
+    a is cut in two or three pieces, each at least as long as b, so that every multiplier is narrow, and one addition
+    joins the products: the first and the third do not overlap. A multiplier stands between two registers, of which the
+    one behind it leads to another register and nothing else: so it can lie where the multiplier does.
+    """
+    size = -(-len(a) // pieces)
+    if pieces not in (2, 3) or len(b) > size:
+        raise ValueError(f"{len(a)} bits in {pieces} pieces times {len(b)} bits")
+    products = [pipeline.register(a[k * size : (k + 1) * size] * b, "piece", cycles=2) for k in range(pieces)]
+    outer = Cat(products[0], Const(0, 2 * size - len(products[0])), *products[2:])
+    return pipeline.register((outer + (products[1] << size))[: len(a) + len(b)], "split_product")
+
+
 def fp16_to_fp32(m: Module, number: Value) -> Value:
     """A finite fp16 number that is not negative (its sign is ignored) as fp32, exact; subnormals become normal."""
     subnormal = ~number[10:15].any()

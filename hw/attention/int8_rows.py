@@ -11,16 +11,13 @@ from amaranth.lib import data, enum, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.exponential import Exponential
-from kvant.hw.attention.scaler import LOG_FRACTION, LOG_WIDTH, ScoreScaler, fp32_factor, softmax_constant
+from kvant.hw.attention.scaler import LOG_WIDTH, ScoreFactor, ScoreScaler
 from kvant.hw.linear.parameters import ceil_div, signed_width
 from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import (
     FP16_LSB,
     FP16_MANTISSA,
-    FP32_MANTISSA,
-    FloatAdder,
     Pipeline,
-    ScaledProduct,
     leading_zeros,
     shift_left,
 )
@@ -42,7 +39,7 @@ PLACE_OFFSET = FACTOR_BITS + GUARD_BITS - FP16_LSB
 """A sum of place E counts units of ``2^(E - PLACE_OFFSET)``."""
 
 SPACING = 7
-"""Fewest cycles between two turns that meet in a sum: of one query and transfer, or of two groups of a row."""
+"""Fewest cycles between two turns that meet in a sum: those of one query and transfer in two rows."""
 
 LOG_LEAST = -(1 << (LOG_WIDTH - 1))
 """Below every z: the largest z of no rows."""
@@ -106,7 +103,7 @@ class RowFactor(wiring.Component):
         0 for a product of 0. The product is about ``factor * 2^(place - 42)``.
     """
 
-    latency = 4
+    latency = 5
 
     def __init__(self):
         super().__init__({"weight": In(WEIGHT_BITS), "scale": In(16), "factor": Out(FACTOR_BITS), "place": Out(7)})
@@ -115,18 +112,21 @@ class RowFactor(wiring.Component):
         m = Module()
         register = Pipeline(m).register
         normal = self.scale[10:15].any()
-        mantissa = Cat(self.scale[:10], normal)
+
+        # Cycle 0: parts of the scale.
+        weight = register(self.weight, "weight")
+        mantissa = register(Cat(self.scale[:10], normal), "mantissa")
         exponent = Cat(self.scale[10] | ~normal, self.scale[11:15])
 
-        # Cycles 0 and 1: the product, of two narrow ones.
+        # Cycles 1 and 2: the product, of two narrow ones.
         half = WEIGHT_BITS // 2
         width = WEIGHT_BITS + FP16_MANTISSA
-        low = register(self.weight[:half] * mantissa, "low")
-        high = register(self.weight[half:] * mantissa, "high")
+        low = register(weight[:half] * mantissa, "low")
+        high = register(weight[half:] * mantissa, "high")
         product = register(Cat(low[:half], (low[half:] + high)[: width - half]), "product")
-        exponent = register(exponent, "exponent", cycles=2)
+        exponent = register(exponent, "exponent", cycles=3)
 
-        # Cycle 2: where its first one stands. Cycle 3: the bits from there on.
+        # Cycle 3: where its first one stands. Cycle 4: the bits from there on.
         zeros = register(leading_zeros(m, product), "zeros")
         nonzero = register(product.any(), "nonzero")
         product = register(product, "product")
@@ -264,7 +264,7 @@ class BlockSums(wiring.Component):
 
 
 class RowScores(wiring.Component):
-    """Logarithms of weights from partial dot products: sums of groups, the fp32 chain over the groups, the scaling.
+    """Logarithms of weights from partial dot products: the sum of each group, its scaling, the sum over the groups.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ class RowScores(wiring.Component):
         Stores the scale of a query.
     valid, vector : in
         A partial sum of a query with a transfer of a row. The sums of a group's transfers of one query follow each
-        other in any number of cycles; the last ones of two groups of a row and query are `SPACING` cycles apart.
+        other in any number of cycles.
     partial : in, signed
     first, last : in
         First and last transfer of its group.
@@ -294,9 +294,8 @@ class RowScores(wiring.Component):
         In the order of the rows' last partial sums.
     """
 
-    _meet = 1 + ScaledProduct.latency  # cycle in which a group's product meets the sum of those before
-    _row = _meet + FloatAdder.latency + 1
-    latency = _row + ScoreScaler.latency
+    _scaled = 1 + ScoreFactor.latency + ScoreScaler.latency  # cycle in which the logarithm of a group is there
+    latency = _scaled + 2
 
     def __init__(self, p: PqParameters, queries: int):
         self.p = p
@@ -328,9 +327,8 @@ class RowScores(wiring.Component):
         m = Module()
         pipeline = Pipeline(m)
         register = pipeline.register
-        m.submodules.product = product = ScaledProduct(self.sum_width)
-        m.submodules.adder = adder = FloatAdder()
-        m.submodules.scaler = scaler = ScoreScaler(FP32_MANTISSA + 1)
+        m.submodules.factor = factor = ScoreFactor(self.p.head_dim)
+        m.submodules.scaler = scaler = ScoreScaler(self.sum_width)
 
         def table(name, shape):
             """A word per query in LUT RAM, read in the cycle in which it is asked for."""
@@ -353,41 +351,38 @@ class RowScores(wiring.Component):
             scales_read.addr.eq(self.vector),
         ]
 
-        # Cycle 1: a complete group, times the scales.
+        # From cycle 1: a complete group, times its factor.
         m.d.comb += [
-            product.r.eq(register(r, "r")),
-            product.x_scale.eq(register(scales_read.data, "query_scale")),
-            product.w_scale.eq(register(self.scale, "scale")),
+            factor.query_scale.eq(register(scales_read.data, "query_scale")),
+            factor.scale.eq(register(self.scale, "scale")),
+            scaler.a.eq(register(r, "r", cycles=1 + factor.latency)),
+            scaler.b.eq(factor.factor.mantissa),
+            scaler.e.eq(factor.factor.exponent),
         ]
 
-        # The product meets the sum of the row's earlier groups, which is read one cycle before and written when the
-        # adder is through.
-        before = self._meet - 1
-        y_write, y_read = table("rows", 32)
+        # The sum of the groups of the row so far, in one cycle: the next group may be right behind.
+        width = LOG_WIDTH + (ceil_div(self.p.head_dim, self.p.group) - 1).bit_length()
+        rows_write, rows_read = table("rows", signed(width))
         complete = self.valid & self.last
-        first_group = register(self.first_group, "first_group", cycles=before)
+        vector = register(self.vector, "vector", cycles=self._scaled)
+        total = Signal(signed(width))
         m.d.comb += [
-            y_read.addr.eq(register(self.vector, "vector", cycles=before)),
-            adder.a.eq(register(Mux(first_group, 0, y_read.data), "y")),
-            adder.b.eq(product.p),
-            y_write.addr.eq(register(self.vector, "written", cycles=self._row - 1)),
-            y_write.data.eq(adder.y),
-            y_write.en.eq(pipeline.valid(complete, cycles=self._row - 1)),
+            rows_read.addr.eq(vector),
+            total.eq(Mux(register(self.first_group, "first_group", cycles=self._scaled), 0, rows_read.data) + scaler.z),
+            rows_write.addr.eq(vector),
+            rows_write.data.eq(total),
+            rows_write.en.eq(pipeline.valid(complete, cycles=self._scaled)),
         ]
 
-        # The complete row, as a base-2 logarithm.
-        y = register(adder.y, "row")
-        constant = softmax_constant(self.p.head_dim)
-        mantissa, exponent = fp32_factor(y, constant.exponent + LOG_FRACTION)
-        a = Signal(signed(FP32_MANTISSA + 1))
+        # Limited like the logarithm of a group: to the same magnitude on both sides.
+        total = register(total, "total")
+        sign, low, high = total[-1], total[: LOG_WIDTH - 1], total[LOG_WIDTH - 1 :]
+        beyond = (high != sign.replicate(len(high))) | (sign & ~low.any())
+        limited = Mux(beyond, Cat(1, (~sign).replicate(LOG_WIDTH - 2), sign), total[:LOG_WIDTH])
         m.d.comb += [
-            a.eq(Mux(y[31], -mantissa, mantissa)),
-            scaler.a.eq(a),
-            scaler.b.eq(constant.mantissa),
-            scaler.e.eq(exponent),
-            self.z.eq(scaler.z),
+            self.z.eq(register(limited, "z")),
             self.o_valid.eq(pipeline.valid(complete & self.last_group, cycles=self.latency)),
-            self.o_vector.eq(register(self.vector, "o_vector", cycles=self.latency)),
+            self.o_vector.eq(register(vector, "o_vector", cycles=self.latency - self._scaled)),
         ]
         return m
 
@@ -666,24 +661,17 @@ class Int8Rows(wiring.Component):
         x = Signal(data.ArrayLayout(signed(8), p.lanes), reset_less=True)
         position = Signal(Position(transfers), reset_less=True)
         turn = Signal(range(max(2, self.queries, self.least_turns)))
-        group_wait = Signal(range(SPACING))
-        blocked, passes, goes, last_turn = Signal(), Signal(), Signal(), Signal()
+        passes, goes, last_turn = Signal(), Signal(), Signal()
         m.d.comb += [
-            # Two groups of one row meet in the fp32 sum.
-            blocked.eq(~values & position.last & ~position.first_group & (turn == 0) & (group_wait != 0)),
-            goes.eq(held & ~blocked & (turn < count)),
+            goes.eq(held & (turn < count)),
             last_turn.eq(goes & position.last_transfer & (turn + 1 == count)),
-            passes.eq(~held | (~blocked & (turn + 1 == turns))),
+            passes.eq(~held | (turn + 1 == turns)),
             self.rows.ready.eq(passing & passes),
         ]
         with m.If(passes):
             m.d.sync += [held.eq(take_row & ~rows.empty), turn.eq(0)]
-        with m.Elif(~blocked):
+        with m.Else():
             m.d.sync += turn.eq(turn + 1)
-        with m.If(goes & position.last & ~position.last_transfer & (turn == 0)):
-            m.d.sync += group_wait.eq(SPACING - 1)
-        with m.Elif(group_wait != 0):
-            m.d.sync += group_wait.eq(group_wait - 1)
         with m.If(take_row):
             tail_lanes = p.head_dim - (transfers - 1) * p.lanes
             m.d.sync += [

@@ -1,20 +1,19 @@
 """Scores as base-2 logarithms of attention weights: fixed point of one scale for all keys of a query.
 
-``z = rne(a * b * 2^e)`` counts 2^-16: an integer score (or the mantissa of an fp32 one) times the mantissa of what
-turns scores into exponents of two. For a coded key that factor is ``K = fp32(c * s_q * s_cb)``, with ``c`` the fp32
-number nearest to ``log2(e) / sqrt(d)``; for an INT8 row, whose fp32 score has the scales in it, it is c.
-Source: docs/numerics.md, "Softmax".
+``z = rne(a * b * 2^e)`` counts 2^-16: an integer score times what turns scores into exponents of two, the exact product
+``F = c * s_q * s``. There ``c`` is the fp32 number nearest to ``log2(e) / sqrt(d)``, ``s_q`` the scale of the query and
+``s`` that of the key: of its codebook, or of a group of an INT8 row. Source: docs/numerics.md, "Softmax".
 """
 
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from typing import NamedTuple
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.floating import wide_product
-from kvant.hw.numeric.floating import FP32_BIAS, FP32_MANTISSA, Pipeline, ScaledProduct
+from kvant.hw.attention.floating import SPLIT_PRODUCT_LATENCY, split_product
+from kvant.hw.numeric.floating import FP16_LSB, FP16_MANTISSA, FP32_MANTISSA, Pipeline
 from kvant.hw.parameters import check_integer
 
 LOG_WIDTH = 56
@@ -24,18 +23,26 @@ LOG_FRACTION = 16
 """Fraction bits of a logarithm."""
 
 LOG_LIMIT = (1 << (LOG_WIDTH - 1)) - 1
-"""Largest magnitude of a logarithm; what is larger saturates, which only codebook scales beyond fp16's range of values
-over 127 can bring about."""
+"""Largest magnitude of a logarithm; what is larger saturates, which only scales beyond fp16's range of values over 127
+can bring about."""
 
-EXPONENT = signed(9)
-"""Shape of the exponent ``e``."""
+LEAST_SHIFT = 3
+"""Largest legal exponent of a factor."""
+
+EXPONENT = signed(7)
+"""Shape of the exponent of a factor: with c, two fp16 scales and the fraction bits of z it lies between -63 and 3."""
+
+FACTOR_WIDTH = FP32_MANTISSA + 2 * FP16_MANTISSA
+"""Bits of the mantissa of a factor: c's 24, and 11 of each scale."""
 
 
 class Factor(data.StructLayout):
-    """A positive number ``mantissa * 2^exponent``: `mantissa` of 24 bits, 0 for zero, and `exponent`."""
+    """A number ``mantissa * 2^exponent`` that is not negative, in units of the last place of z: `mantissa` of
+    `FACTOR_WIDTH` bits (0 for zero; the first one may stand anywhere), `exponent` at most `LEAST_SHIFT`.
+    """
 
     def __init__(self):
-        super().__init__({"mantissa": FP32_MANTISSA, "exponent": EXPONENT})
+        super().__init__({"mantissa": FACTOR_WIDTH, "exponent": EXPONENT})
 
 
 class SoftmaxConstant(NamedTuple):
@@ -47,7 +54,7 @@ class SoftmaxConstant(NamedTuple):
 
 def softmax_constant(head_dim: int) -> SoftmaxConstant:
     """The fp32 number nearest to ``log2(e) / sqrt(head_dim)``."""
-    check_integer("head_dim", head_dim, 1)
+    check_integer("head_dim", head_dim, 1, 1 << 16)  # more would not go into `EXPONENT`
     with localcontext() as context:
         context.prec = 60
         value = 1 / (Decimal(2).ln() * Decimal(head_dim).sqrt())
@@ -60,15 +67,10 @@ def softmax_constant(head_dim: int) -> SoftmaxConstant:
     return SoftmaxConstant(mantissa, exponent)
 
 
-def fp32_factor(number: Value, scale: int) -> tuple[Value, Value]:
-    """Mantissa of an fp32 *number* (normal or 0, sign ignored), and exponent of its last place plus *scale*."""
-    exponent = number[23:31]
-    offset = scale - FP32_BIAS - (FP32_MANTISSA - 1)
-    return Cat(number[:23], exponent.any()) & exponent.any().replicate(FP32_MANTISSA), exponent + offset
-
-
 class ScoreFactor(wiring.Component):
-    """``K = fp32(c * s_q * s_cb)`` as the `Factor` that turns scores into z; the exact product, rounded once.
+    """``F = c * s_q * s``, exact, as the `Factor` that turns integer scores into z.
+
+    Nothing is rounded: all keys of a query, whatever their scale, share the one rounding of c.
 
     Parameters
     ----------
@@ -82,28 +84,43 @@ class ScoreFactor(wiring.Component):
 
     Members
     -------
-    query_scale, codebook_scale : in
-        fp16, finite and not negative.
+    query_scale, scale : in
+        fp16, finite and not negative (their signs are ignored): of the query; of the keys' codebook, or of a group of
+        an INT8 row.
     factor : out
         `Factor`; mantissa 0 where a scale is 0.
     """
 
-    latency = ScaledProduct.latency
+    latency = 1 + 2 * SPLIT_PRODUCT_LATENCY
 
     def __init__(self, head_dim: int):
         self.constant = softmax_constant(head_dim)
-        super().__init__({"query_scale": In(16), "codebook_scale": In(16), "factor": Out(Factor())})
+        super().__init__({"query_scale": In(16), "scale": In(16), "factor": Out(Factor())})
 
     def elaborate(self, platform):
         m = Module()
-        m.submodules.product = product = ScaledProduct(FP32_MANTISSA + 1)
-        mantissa, exponent = fp32_factor(product.p, self.constant.exponent + LOG_FRACTION)
+        pipeline = Pipeline(m)
+        register = pipeline.register
+
+        # Cycle 0: parts of the scales. A subnormal has exponent 1.
+        mantissas, exponents = [], []
+        for scale in (self.query_scale, self.scale):
+            normal = scale[10:15].any()
+            mantissas.append(Cat(scale[:10], normal))
+            exponents.append(Cat(scale[10] | ~normal, scale[11:15]))
+        query_mantissa = register(mantissas[0], "query_mantissa")
+        mantissa = register(mantissas[1], "mantissa", cycles=1 + SPLIT_PRODUCT_LATENCY)
+        places = register(exponents[0] + exponents[1], "places")
+        offset = self.constant.exponent + LOG_FRACTION + 2 * FP16_LSB
+        exponent = Signal(EXPONENT)
+        m.d.comb += exponent.eq(places + offset)
+
+        # Then the product, in narrow ones.
+        product = split_product(pipeline, Const(self.constant.mantissa, FP32_MANTISSA), query_mantissa, pieces=2)
+        product = split_product(pipeline, product, mantissa, pieces=2)
         m.d.comb += [
-            product.r.eq(self.constant.mantissa),
-            product.x_scale.eq(self.query_scale),
-            product.w_scale.eq(self.codebook_scale),
-            self.factor.mantissa.eq(mantissa),
-            self.factor.exponent.eq(exponent),
+            self.factor.mantissa.eq(product),
+            self.factor.exponent.eq(register(exponent, "exponent", cycles=self.latency - 1)),
         ]
         return m
 
@@ -111,13 +128,13 @@ class ScoreFactor(wiring.Component):
 class ScoreScaler(wiring.Component):
     """``z = rne(a * b * 2^e)``: the exact product, rounded once to an integer, ties to even.
 
-    The magnitude of the product is shifted right or left by one shifter, which turns the bits round for one of the
-    directions. What is larger than `LOG_LIMIT` saturates.
+    The magnitude of the product, with room for the largest e, is shifted right. What is larger than `LOG_LIMIT`
+    saturates.
 
     Parameters
     ----------
     width : int
-        Bits of the signed a, 2 .. 26; the most negative number is not a legal a.
+        Bits of the signed a, 8 .. 26; the most negative number is not a legal a.
 
     Attributes
     ----------
@@ -128,24 +145,24 @@ class ScoreScaler(wiring.Component):
     -------
     a : in, signed
     b : in
-        24 bits.
+        `FACTOR_WIDTH` bits.
     e : in, `EXPONENT`
-        Of the result in units of its last place.
+        Of the result in units of its last place, at most `LEAST_SHIFT`.
     z : out, signed
         `LOG_WIDTH` bits, a register.
 
     Raises
     ------
     ParameterError
-        When *width* is outside 2 .. 26.
+        When *width* is outside 8 .. 26.
     """
 
-    latency = 9
+    latency = 8 + SPLIT_PRODUCT_LATENCY
 
     def __init__(self, width: int):
-        self.width = check_integer("width", width, 2, 26)
+        self.width = check_integer("width", width, 8, 26)
         super().__init__(
-            {"a": In(signed(width)), "b": In(FP32_MANTISSA), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
+            {"a": In(signed(width)), "b": In(FACTOR_WIDTH), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
         )
 
     def elaborate(self, platform):
@@ -153,49 +170,41 @@ class ScoreScaler(wiring.Component):
         pipeline = Pipeline(m)
         register = pipeline.register
 
-        # Cycle 0: sign and magnitude of a.
+        # Cycle 0: sign and magnitude of a. They wait for a cycle, on their way to the multipliers.
         sign = register(self.a < 0, "sign", cycles=self.latency - 2)
-        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude")
-        b = register(self.b, "b")
+        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude", cycles=2)
+        b = register(self.b, "b", cycles=2)
+        amount = Signal(EXPONENT.width)
+        m.d.comb += amount.eq(LEAST_SHIFT - self.e)
+        amount = register(amount, "amount", cycles=3 + SPLIT_PRODUCT_LATENCY)
 
-        # Cycles 1 to 3: the product.
-        product = wide_product(pipeline, magnitude, b)
+        # Cycles 2 to 5: the product, for each half of a in three parts.
+        half = (self.width - 1) // 2
+        low, high = (split_product(pipeline, b, part, pieces=3) for part in (magnitude[:half], magnitude[half:]))
+        product = register((low + (high << half))[: FACTOR_WIDTH + self.width - 1], "product")
 
-        # Cycle 4: into the shifter. Its width is that of a result and one more bit: on the way to the left the first
-        # bit too many, on the way to the right (turned round) the first bit behind the result.
-        size = LOG_WIDTH
-        left = register(self.e >= 0, "left", cycles=4)
-        distance = Mux(self.e < 0, -self.e, self.e)[: EXPONENT.width]
-        far = distance[6:].any()
-        amount = register(distance[:6] | far.replicate(6), "amount", cycles=5)
-        wide = Signal(size)
-        m.d.comb += wide.eq(product)
-        word = register(Mux(left, wide, Cat(0, wide[:-1])[::-1]), "word")
-        left = register(left, "left")
-
-        # Cycles 5 and 6: shifted, and whether a one fell off.
+        # Cycles 6 to 8: shifted, and whether a one fell off. The bit behind the result comes along.
+        size = LOG_WIDTH - 1
+        word = Cat(Const(0, 1 + LEAST_SHIFT), product)
         lost = Const(0, 1)
-        for places in ((5, 4, 3), (2, 1, 0)):
+        for places in ((6, 5), (4, 3), (2, 1, 0)):
             for k in places:
-                step = min(1 << k, size)
-                lost = lost | (amount[k] & word[size - step :].any())
-                shifted = Signal(size, name=f"shifted_{k}")
-                m.d.comb += shifted.eq(Mux(amount[k], Cat(Const(0, step), word[: size - step]), word))
+                step = min(1 << k, len(word))
+                lost = lost | (amount[k] & word[:step].any())
+                shifted = Signal(len(word), name=f"shifted_{k}")
+                m.d.comb += shifted.eq(Mux(amount[k], word[step:], word))
                 word = shifted
-            word, lost, left = register(word, "word"), register(lost, "lost"), register(left, "left")
-            amount = register(amount, "amount")
+            word, lost, amount = register(word, "word"), register(lost, "lost"), register(amount, "amount")
 
-        # Cycle 7: turned back; too large a number becomes the largest.
-        beyond = word[-1]
-        saturates = left & (beyond | lost)
-        turned = word[::-1][1:]
-        number = Mux(left, word[:-1], turned) | saturates.replicate(size - 1)
-        increment = ~left & beyond & (lost | turned[0])
+        # Cycle 9: too large a number becomes the largest, which is not rounded up.
+        number = word[1:][:size]
+        saturates = word[1 + size :].any()
+        increment = word[0] & (lost | word[1]) & ~saturates & ~number.all()
+        number = register(number | saturates.replicate(size), "number")
 
-        # Cycle 8: rounded and signed by one addition, -(m + i) = ~m + (1 - i).
-        number = register(number, "number")
+        # Cycle 10: rounded and signed by one addition, -(m + i) = ~m + (1 - i).
         carry = register(sign ^ increment, "carry")
         sign = register(sign, "sign")
-        total = (Cat(number, 0) ^ sign.replicate(size)) + carry
-        m.d.comb += self.z.eq(register(total[:size], "total"))
+        total = (Cat(number, 0) ^ sign.replicate(LOG_WIDTH)) + carry
+        m.d.comb += self.z.eq(register(total[:LOG_WIDTH], "total"))
         return m

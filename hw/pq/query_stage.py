@@ -119,7 +119,7 @@ class QueryStage(wiring.Component):
             self.table_queries.valid.eq(query.valid & coded),
             query_end.eq(query.valid & query.ready & query.payload.last),
             factor.query_scale.eq(query.payload.scale),
-            factor.codebook_scale.eq(key_scale),
+            factor.scale.eq(key_scale),
         ]
         found = Pipeline(m).valid(query_end, cycles=factor.latency)
         vector = Signal(range(p.q_parallel + 1))  # queries whose factors are found

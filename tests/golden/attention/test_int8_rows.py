@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvant.golden.attention import int8_rows
-from kvant.golden.attention.int8_rows import row_scores, weighted_rows
+from kvant.golden.attention.int8_rows import row_logarithms, row_scores, weighted_rows
+from kvant.golden.attention.softmax import LOG_FRACTION, LOG_LIMIT, logarithms, score_factor, softmax_constant
 from kvant.golden.errors import TensorError
 from kvant.golden.numeric.int8 import quantize_int8
 
@@ -15,35 +16,34 @@ SHAPES = [(1, 1, 5, 8), (3, 4, 40, 16), (2, 3, 64, 64), (1, 6, 24, 32), (2, 2, 3
 """Queries, rows, channels, G."""
 
 
-def single(value: Fraction) -> Fraction:
-    """The fp32 number nearest to *value*, ties to even, of any size."""
-    if value == 0:
-        return Fraction(0)
-    exponent = 0
-    while abs(value) / Fraction(2) ** exponent >= 1 << 24:
-        exponent += 1
-    while abs(value) / Fraction(2) ** exponent < 1 << 23:
-        exponent -= 1
-    return round(value / Fraction(2) ** exponent) * Fraction(2) ** exponent
-
-
 def fractions(scale):
     """fp16 numbers, exactly."""
     return [[Fraction(float(value)) for value in row] for row in scale]
 
 
-def scores_by_fractions(q, q_scale, rows, row_scale, group):
-    d = q.shape[1]
-    scores = []
-    for vector, s_q in zip(q.tolist(), q_scale.tolist(), strict=True):
-        for row, scales in zip(rows.tolist(), fractions(row_scale), strict=True):
-            y = Fraction(0)
-            for g, start in enumerate(range(0, d, group)):
-                pairs = zip(vector[start : start + group], row[start : start + group], strict=True)
-                r = sum(a * b for a, b in pairs)
-                y = single(y + single(r * Fraction(s_q) * scales[g]))
-            scores.append(y)
-    return scores
+def dot_products(vector, row, group):
+    starts = range(0, len(row), group)
+    return [sum(a * b for a, b in zip(vector[k : k + group], row[k : k + group], strict=True)) for k in starts]
+
+
+def logarithms_by_fractions(q, q_scale, rows, row_scale, group):
+    c = Fraction(softmax_constant(q.shape[1]).item())
+
+    def limited(z):
+        return max(-LOG_LIMIT, min(LOG_LIMIT, z))
+
+    return [
+        [
+            limited(
+                sum(
+                    limited(round(r * c * Fraction(s_q) * s * (1 << LOG_FRACTION)))
+                    for r, s in zip(dot_products(vector, row, group), scales, strict=True)
+                )
+            )
+            for row, scales in zip(rows.tolist(), fractions(row_scale), strict=True)
+        ]
+        for vector, s_q in zip(q.tolist(), q_scale.tolist(), strict=True)
+    ]
 
 
 def sums_by_integers(weights, rows, row_scale, group):
@@ -97,12 +97,39 @@ def extreme_case(queries, tokens, d, group, seed):
 
 @pytest.mark.parametrize("make", [random_case, extreme_case])
 @pytest.mark.parametrize("queries,tokens,d,group", SHAPES)
-def test_scores_are_those_of_exact_fractions(make, queries, tokens, d, group):
+def test_logarithms_are_those_of_exact_fractions(make, queries, tokens, d, group):
     q, q_scale, rows, row_scale, _ = make(queries, tokens, d, group, d)
-    y = row_scores(q, q_scale, rows, row_scale, group=group)
-    assert y.dtype == torch.float32 and y.shape == (queries, tokens)
-    right = scores_by_fractions(q, q_scale, rows, row_scale, group)
-    assert [Fraction(value) for value in y.flatten().tolist()] == right
+    z = row_logarithms(q, q_scale, rows, row_scale, group=group)
+    assert z.dtype == torch.int64
+    assert z.tolist() == logarithms_by_fractions(q, q_scale, rows, row_scale, group)
+
+
+@pytest.mark.parametrize("make", [random_case, extreme_case])
+@pytest.mark.parametrize("queries,tokens,d,group", SHAPES)
+def test_scores_are_the_dot_products_of_the_groups(make, queries, tokens, d, group):
+    q, _, rows, _, _ = make(queries, tokens, d, group, d)
+    right = [[dot_products(vector, row, group) for row in rows.tolist()] for vector in q.tolist()]
+    assert row_scores(q, rows, group=group).tolist() == right
+
+
+def test_logarithms_saturate_by_group_and_in_their_sum():
+    q, row = torch.full((1, 24), 127, dtype=torch.int8), torch.full((1, 24), 127, dtype=torch.int8)
+    scale = torch.full((1, 3), 65504, dtype=torch.float16)
+    for signs in ((1, 1, 1), (1, 1, -1), (1, -1, -1), (-1, -1, -1)):
+        rows = row * torch.tensor(signs, dtype=torch.int8).repeat_interleave(8)
+        z = row_logarithms(q, scale[:, 0], rows, scale, group=8)
+        assert z.tolist() == logarithms_by_fractions(q, scale[:, 0], rows, scale, 8)
+        assert z.item() == (LOG_LIMIT if sum(signs) > 0 else -LOG_LIMIT)
+
+
+def test_a_row_of_one_group_and_a_coded_key_of_the_same_score_and_scale_have_one_logarithm():
+    """However large: what was rounded in different places let parts of a cache drift apart by whole powers of two."""
+    rng = np.random.default_rng(3)
+    q, rows = (torch.from_numpy(rng.integers(100, 128, (n, 64)).astype(np.int8)) for n in (4, 30))
+    q_scale, scale = (torch.tensor(rng.uniform(100, 500, n)).half() for n in (4, 30))
+    z = row_logarithms(q, q_scale, rows, scale[:, None], group=64)
+    coded = logarithms(row_scores(q, rows, group=64)[..., 0], score_factor(q_scale[:, None], scale, 64))
+    assert torch.equal(z, coded) and (z > 1 << 45).all()
 
 
 @pytest.mark.parametrize("make", [random_case, extreme_case])
@@ -139,7 +166,8 @@ def test_a_row_that_weighs_nothing_changes_nothing():
 def test_no_rows_are_legal():
     rows, scale = torch.zeros((0, 16), dtype=torch.int8), torch.zeros((0, 2), dtype=torch.float16)
     q, q_scale = torch.ones((3, 16), dtype=torch.int8), torch.ones(3, dtype=torch.float16)
-    assert row_scores(q, q_scale, rows, scale, group=8).shape == (3, 0)
+    assert row_scores(q, rows, group=8).shape == (3, 0, 2)
+    assert row_logarithms(q, q_scale, rows, scale, group=8).shape == (3, 0)
     sums = weighted_rows(torch.zeros((3, 0), dtype=torch.int64), rows, scale, group=8)
     assert not sums.mantissa.any() and sums.mantissa.shape == (3, 16) and (sums.exponent == -50).all()
     assert not sums.values().any()
@@ -148,27 +176,27 @@ def test_no_rows_are_legal():
 def test_heads_are_independent():
     heads = [random_case(2, 5, 24, 16, seed) for seed in (1, 2)]
     q, q_scale, rows, row_scale, weights = (torch.stack(parts) for parts in zip(*heads, strict=True))
-    y = row_scores(q, q_scale, rows, row_scale, group=16)
+    z = row_logarithms(q, q_scale, rows, row_scale, group=16)
     sums = weighted_rows(weights, rows, row_scale, group=16)
     for head, (one_q, one_q_scale, one_rows, one_scale, one_weights) in enumerate(heads):
-        assert torch.equal(y[head], row_scores(one_q, one_q_scale, one_rows, one_scale, group=16))
+        assert torch.equal(z[head], row_logarithms(one_q, one_q_scale, one_rows, one_scale, group=16))
         assert torch.equal(sums.values()[head], weighted_rows(one_weights, one_rows, one_scale, group=16).values())
 
 
 def test_what_does_not_fit_is_refused():
     q, q_scale, rows, row_scale, weights = random_case(2, 5, 24, 16, 0)
     with pytest.raises(TensorError, match=r"^q: shape \(2, 20\); legal is \[\.\.\., B, 24\]$"):
-        row_scores(q[:, :20], q_scale, rows, row_scale, group=16)
+        row_scores(q[:, :20], rows, group=16)
     with pytest.raises(TensorError, match=r"^row_scale: shape \(5, 1\); legal is \(5, 2\)$"):
-        row_scores(q, q_scale, rows, row_scale[:, :1], group=16)
+        row_logarithms(q, q_scale, rows, row_scale[:, :1], group=16)
     with pytest.raises(TensorError, match=r"^q_scale\[0\] = -1\.0: legal is"):
-        row_scores(q, torch.full_like(q_scale, -1), rows, row_scale, group=16)
+        row_logarithms(q, torch.full_like(q_scale, -1), rows, row_scale, group=16)
     with pytest.raises(TensorError, match=r"^weights: -1 to .*; legal are 0 to 16777215$"):
         weighted_rows(weights - weights.min() - 1, rows, row_scale, group=16)
     with pytest.raises(TensorError, match=r"^weights: torch.int64 \(2, 4\); legal"):
         weighted_rows(weights[:, :4], rows, row_scale, group=16)
     with pytest.raises(TensorError, match=r"^rows: dtype int32; legal: int8$"):
-        row_scores(q, q_scale, rows.to(torch.int32), row_scale, group=16)
+        row_scores(q, rows.to(torch.int32), group=16)
 
 
 @pytest.mark.parametrize(("name", "value"), [("GUARD_BITS", 7), ("FACTOR_BITS", 16)])

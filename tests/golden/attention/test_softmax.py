@@ -12,6 +12,7 @@ from kvant.golden.attention.softmax import (
     LOG_FRACTION,
     LOG_LIMIT,
     NO_KEY,
+    Factor,
     bin_shift,
     exponential,
     logarithms,
@@ -113,28 +114,92 @@ def test_weights_follow_the_documented_formula():
         assert w == math.floor(Fraction(v, 1 << (10 + whole)) + Fraction(1, 2))
 
 
+def limited(z):
+    return max(-LOG_LIMIT, min(LOG_LIMIT, z))
+
+
+def by_fractions(scores, mantissas, exponents):
+    products = zip(scores, mantissas, exponents, strict=True)
+    return [limited(round(Fraction(a * b) * Fraction(2) ** (e + LOG_FRACTION))) for a, b, e in products]
+
+
+def by_golden(scores, mantissas, exponents):
+    return logarithms(torch.tensor(scores), Factor(torch.tensor(mantissas), torch.tensor(exponents))).tolist()
+
+
 def test_logarithms_are_rounded_once_and_saturate():
     rng = random.Random(SEED)
-    scores = [rng.randrange(-(1 << 24), 1 << 24) >> rng.randrange(24) for _ in range(500)]
-    factors = torch.tensor([rng.uniform(0.5, 1) * 2.0 ** rng.randrange(-60, 40) for _ in scores], dtype=torch.float32)
-    exact = [round(Fraction(a) * Fraction(f) * (1 << 16)) for a, f in zip(scores, factors.tolist(), strict=True)]
-    want = [max(-LOG_LIMIT, min(LOG_LIMIT, z)) for z in exact]
-    assert logarithms(torch.tensor(scores), factors).tolist() == want
-    assert {LOG_LIMIT, -LOG_LIMIT} <= set(want)
-    half = torch.tensor(2.0**-17)
-    assert logarithms(torch.tensor([1, 3, 5, -1, -3]), half).tolist() == [0, 2, 2, 0, -2]
+    largest, cases = 1 << 25, []
+    for _ in range(4000):
+        a = rng.choice([largest, -largest, rng.randrange(-largest, largest + 1) >> rng.randrange(26)])
+        b = rng.choice([(1 << 46) - 1, 1 << 45, rng.randrange(1 << 46) >> rng.randrange(47)])
+        cases.append((a, b, rng.choice([-80, -13, rng.randrange(-80, -12), rng.randrange(-46, -12)])))
+    cases = [list(part) for part in zip(*cases, strict=True)]
+    want = by_fractions(*cases)
+    assert by_golden(*cases) == want
+    assert {LOG_LIMIT, -LOG_LIMIT, 0} <= set(want)
 
 
-def test_the_factor_is_the_exact_product_rounded_once():
+@pytest.mark.parametrize("bits", [10, 30, 45, 50, 52, 54])
+def test_logarithms_of_one_size_and_some_ties_are_rounded_once(bits):
+    """Most of them are told by float64 products, those near a tie in integers, and from 2^51 on all of them."""
+    rng = random.Random(bits)
+    cases = []
+    for _ in range(2000):
+        a, b = rng.randrange(-(1 << 20), 1 << 20) | 1, rng.randrange(1 << 45, 1 << 46)
+        cases.append((a, b, bits - 66 - LOG_FRACTION))
+    for places in range(1, 20):  # exact ties, and products next to them that float64 cannot tell from ties
+        z = rng.randrange(1 << min(bits - 1, 44))
+        for beside in (-1, 0, 1):
+            product = ((2 * z + 1) << places) + beside
+            if product < 1 << 46:
+                cases.append((1, product, -1 - places - LOG_FRACTION))
+        a = 2 * rng.randrange(1 << 19) + 1
+        near = (rng.randrange(1 << 45) | 1 << 44) // a * 2 + 1
+        cases += [(a, near + beside, -places - 16 - LOG_FRACTION) for beside in range(-8, 9)]
+    cases = [list(part) for part in zip(*cases, strict=True)]
+    assert by_golden(*cases) == by_fractions(*cases)
+
+
+def test_a_product_that_float64_takes_for_a_tie_is_rounded_right(monkeypatch):
+    a, b, e = 3325445, 130011341107, -58 - LOG_FRACTION
+    assert a * b == 3 * 2**57 - 1  # 3/2 less 2^-58
+    assert by_golden([a, -a], [b, b], [e, e]) == [1, -1]
+    monkeypatch.setattr(softmax, "_wide_logarithms", lambda scores, mantissa, exponent: scores.sign() * 2)
+    assert by_golden([a, -a], [b, b], [e, e]) == [2, -2], "it is not in doubt"
+
+
+def test_ties_of_every_length_round_to_even_and_their_neighbours_to_the_nearest():
+    cases = []
+    for places in range(1, 67):
+        for whole in (0, 1, 2, 3, 1 << 20):
+            for beside in (-1, 0, 1):
+                product = ((2 * whole + 1) << (places - 1)) + beside
+                drop = max(0, product.bit_length() - 46)
+                if drop < 25 and product % (1 << drop) == 0:
+                    cases += [(sign << drop, product >> drop, -places - LOG_FRACTION) for sign in (1, -1)]
+    cases = [list(part) for part in zip(*cases, strict=True)]
+    assert by_golden(*cases) == by_fractions(*cases)
+    assert by_golden([1, 3, 5, -1, -3], [1] * 5, [-1 - LOG_FRACTION] * 5) == [0, 2, 2, 0, -2]
+    # 2^56 - 1 halves: between the largest number and one that is too large
+    assert by_golden([16383, -16383], [((1 << 56) - 1) // 16383] * 2, [-1 - LOG_FRACTION] * 2) == [
+        LOG_LIMIT,
+        -LOG_LIMIT,
+    ]
+
+
+def test_the_factor_is_the_exact_product():
     rng = random.Random(SEED)
-    bits = torch.tensor([[rng.randrange(0x7C00) for _ in range(2)] for _ in range(300)] + [[0, 5], [1, 1]])
+    bits = torch.tensor(
+        [[rng.randrange(0x7C00) for _ in range(2)] for _ in range(300)] + [[0, 5], [1, 1], [0x7BFF] * 2]
+    )
     scales = bits.to(torch.int16).view(torch.float16)
-    got = score_factor(scales[:, 0], scales[:, 1], 64)
-    c = Fraction(softmax_constant(64).item())
-    for (s_q, s_cb), factor in zip(scales.tolist(), got.tolist(), strict=True):
-        exact = c * Fraction(s_q) * Fraction(s_cb)
-        unit = Fraction(2) ** (math.frexp(float(exact))[1] - 24) if exact else 1
-        assert factor == round(exact / unit) * unit
+    for head_dim in (1, 64, 80):
+        got = score_factor(scales[:, 0], scales[:, 1], head_dim)
+        c = Fraction(softmax_constant(head_dim).item())
+        for (s_q, s), mantissa, exponent in zip(scales.tolist(), *(part.tolist() for part in got), strict=True):
+            assert mantissa * Fraction(2) ** exponent == c * Fraction(s_q) * Fraction(s)
+            assert 0 <= mantissa < 1 << 46 and exponent <= 3 - LOG_FRACTION
 
 
 def test_parts_with_a_common_reference_are_the_whole():
@@ -170,6 +235,19 @@ def test_a_worse_exponential_breaks_the_bounds(monkeypatch, fault):
     monkeypatch.setattr(softmax, "exponential", lambda x: fault(exponential(x)))
     with pytest.raises(AssertionError):
         assert_within_bounds(adversarial(32768, torch.Generator().manual_seed(SEED)))
+
+
+@pytest.mark.parametrize("name, value", [("CONSTANT_BITS", 23), ("LOG_FRACTION", 15)])
+def test_a_wrong_constant_is_seen(monkeypatch, name, value):
+    scale = torch.tensor([1024], dtype=torch.float16)
+
+    def error():
+        right = round(3 * Fraction(softmax_constant(1).item()) * 1024**2 * (1 << 16))
+        return logarithms(torch.tensor([3]), score_factor(scale, scale, 1)).item() - right
+
+    assert error() == 0
+    monkeypatch.setattr(softmax, name, value)
+    assert error() != 0
 
 
 @pytest.mark.parametrize("head_dim", [0, True, 64.0])

@@ -66,6 +66,18 @@ def test_outliers_and_dead_channels(part):
     assert (result.scores[1] == 0).all(), "all scores of a query of zeros"
 
 
+@pytest.mark.parametrize("size", [3e3, 1e4, 6e4])
+@pytest.mark.parametrize(("d", "group"), [(16, 16), (64, 64), (64, 16)])
+@pytest.mark.parametrize("nbits", [4, 8])
+def test_a_channel_that_is_huge_in_all_keys_and_queries(size, d, group, nbits):
+    """Logarithms of millions of whole powers of two: coded keys, sinks and recent rows must count from one point."""
+    for seed in range(4):
+        k, v, q = tensors(np.random.default_rng(seed), 60, d)
+        k[:, 3], q[:, 3] = size, size
+        q[1, 3], q[2, 3] = -size, size / 10
+        check(q, *caches(k, v, nbits=nbits, sinks=4, recent=8, group=group))
+
+
 def test_equal_keys_have_equal_weights():
     k = torch.ones(64, 16, dtype=torch.float16)
     v = torch.arange(64, dtype=torch.float16)[:, None].expand(64, 16).contiguous()

@@ -8,10 +8,11 @@ import torch
 from amaranth.hdl import Shape
 
 from kvant.golden.attention import softmax
-from kvant.golden.attention.int8_rows import row_scores, weighted_rows
+from kvant.golden.attention.int8_rows import row_logarithms, weighted_rows
 from kvant.golden.numeric.int8 import quantize_int8
 from kvant.golden.numeric.rounding import fp16_to_bits
 from kvant.hw.attention import int8_rows as hardware
+from kvant.hw.attention import scaler
 from kvant.hw.attention.int8_rows import BlockSums, Int8Job, Int8Rows, RowScores
 from kvant.hw.emit import emit
 from kvant.hw.parameters import ParameterError
@@ -76,8 +77,7 @@ def largest_case(p, queries, rows, seed=SEED):
 
 def golden(p, case, above=0):
     """What the block has to give, with a reference *above* the largest z of the rows."""
-    y = row_scores(case["q"], case["q_scale"], case["k"], case["k_scale"], group=p.group)
-    z = softmax.logarithms(y, softmax.softmax_constant(p.head_dim))
+    z = row_logarithms(case["q"], case["q_scale"], case["k"], case["k_scale"], group=p.group)
     largest = softmax.reference(z)
     reference = torch.clamp(largest + above, min=-(2**40))
     weights = softmax.weights(z, reference)
@@ -168,8 +168,7 @@ def play(p, cases, *, above=0, queries=None, rows=None, simulator="amaranth", **
         for k, value in enumerate(golden(p, case, above)[1]):
             reference[k] = max(reference[k], value)
     for case in cases:
-        y = row_scores(case["q"], case["q_scale"], case["k"], case["k_scale"], group=p.group)
-        z = softmax.logarithms(y, softmax.softmax_constant(p.head_dim))
+        z = row_logarithms(case["q"], case["q_scale"], case["k"], case["k_scale"], group=p.group)
         weights = softmax.weights(z, torch.tensor(reference[: len(case["q"])]))
         sums = weighted_rows(weights, case["v"], case["v_scale"], group=p.group)
         assert above or not len(case["k"]) or (weights.sum(-1) > 1000).all(), "a case that tests nothing"
@@ -301,22 +300,21 @@ def test_rows_follow_each_other_without_a_bubble_and_latencies_are_those_stated(
 
 
 @pytest.mark.parametrize(
-    ("shape", "queries", "keys", "values"),
+    ("shape", "queries", "cycles"),
     [
-        ({"head_dim": 8, "lanes": 8, "group": 8}, 3, 7, 7),
-        ({"head_dim": 32, "lanes": 8, "group": 32}, 1, 8, 8),
-        ({"head_dim": 128, "lanes": 8, "group": 64}, 1, 16, 16),
-        ({"head_dim": 80, "lanes": 16, "group": 64}, 1, 15, 10),
-        ({"head_dim": 64, "lanes": 8, "group": 8}, 1, 50, 8),
+        ({"head_dim": 8, "lanes": 8, "group": 8}, 3, 7),
+        ({"head_dim": 32, "lanes": 8, "group": 32}, 1, 8),
+        ({"head_dim": 128, "lanes": 8, "group": 64}, 1, 16),
+        ({"head_dim": 80, "lanes": 16, "group": 64}, 1, 10),
+        ({"head_dim": 64, "lanes": 8, "group": 8}, 1, 8),
     ],
     ids=str,
 )
-def test_cycles_per_row_are_those_documented(shape, queries, keys, values):
+def test_cycles_per_row_are_those_documented(shape, queries, cycles):
     p = PqParameters(**SMALL, **shape)
     trace = check(p, [random_case(p, queries, 6)], queries=queries)
     firsts = np.array(trace.cycles["rows"])[:: p.row_transfers]
-    assert np.diff(firsts[1:6]).tolist() == [keys] * 4
-    assert np.diff(firsts[7:]).tolist() == [values] * 4
+    assert np.diff(firsts[1:6]).tolist() == np.diff(firsts[7:]).tolist() == [cycles] * 4
 
 
 def test_memories_are_never_read_and_written_at_one_address():
@@ -407,8 +405,9 @@ def test_the_sound_block_does_not_differ():
     ("where", "name", "value"),
     [
         (hardware, "GUARD_BITS", 7),
-        (hardware, "LOG_FRACTION", 15),
-        (hardware, "SPACING", 6),
+        (scaler, "LOG_FRACTION", 15),
+        (scaler, "SPLIT_PRODUCT_LATENCY", 2),
+        (scaler, "FP16_LSB", -24),
         (hardware, "LOG_LEAST", 1 << 50),
         (hardware, "FP16_MANTISSA", 10),
         (RowScores, "latency", RowScores.latency - 1),
@@ -419,6 +418,38 @@ def test_the_sound_block_does_not_differ():
 def test_a_fault_is_seen(where, name, value, monkeypatch):
     monkeypatch.setattr(where, name, value)
     assert differs()
+
+
+def test_rows_that_follow_too_soon_are_seen(monkeypatch):
+    p = PqParameters(**SMALL, head_dim=8, lanes=8, group=8)
+    case = random_case(p, 1, 6)
+    check(p, [case])
+    monkeypatch.setattr(hardware, "SPACING", hardware.SPACING - 1)
+    _, found, right, _ = play(p, [case])
+    assert found != right
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logarithms_beyond_the_limit_saturate_in_the_sum_of_the_groups(sign):
+    """Sums of limits, sums that come back into the range, and the first number beyond the limit."""
+    p = PqParameters(**SMALL, head_dim=24, lanes=8, group=8)
+    most, least, one, none = [127] * 8, [-127] * 8, [0] * 7 + [3], [0] * 8
+    groups = [[most, most, most], [most, most, least], [most, least, most], [most, one, none]]
+    k = torch.tensor(groups, dtype=torch.int8).flatten(1) * sign
+    scales = torch.full((4, 3), 65504, dtype=torch.float16)
+    scales[3, 1] = 2.0**-24
+    q = torch.full((1, 24), 127, dtype=torch.int8)
+    q[0, 15] = 1
+    case = random_case(p, 1, 4) | {"k": k, "k_scale": scales, "q": q, "q_scale": torch.tensor([256], dtype=torch.half)}
+    z = row_logarithms(q, case["q_scale"], k, scales, group=8)
+    assert z.tolist() == [[sign * softmax.LOG_LIMIT] * 4]
+    scales[3, 0] = 0
+    assert row_logarithms(q, case["q_scale"], k[3:], scales[3:], group=8).item() == sign
+    scales[3, 0] = 65504
+    check(p, [case], above=1)
+    for number in range(4):
+        alone = case | {name: case[name][number : number + 1] for name in ("k", "k_scale", "v", "v_scale")}
+        check(p, [alone], above=1)
 
 
 def test_a_product_that_is_shifted_in_place_of_the_sum_is_seen():

@@ -1,5 +1,6 @@
 """Weights of coded keys against the golden softmax: frame shapes, references of other parts, stalls, resets."""
 
+import math
 import random
 from contextlib import nullcontext
 
@@ -107,16 +108,21 @@ def beats(p, scans):
     return words(FrameScores(p), rows)
 
 
-def factor_fields(bits):
-    """Fields of `Factor` for an fp32 number that is not negative."""
-    return {"mantissa": bits & 0x7FFFFF | 1 << 23, "exponent": (bits >> 23) - 150 + 16} if bits else {}
+def exact_factors(numbers):
+    """The golden factors of numbers: mantissas of 46 bits."""
+    parts = [math.frexp(number) for number in numbers]
+    return golden.Factor(
+        torch.tensor([int(mantissa * (1 << 46)) for mantissa, _ in parts]),
+        torch.tensor([exponent - 46 for _, exponent in parts]),
+    )
 
 
 def play(p, scans, above, factors, *, frames=None, error=0, **options):
     """Weights [tokens][queries] of each scan, and (z_max, total) of each, by the hardware; and the trace."""
     log = data.ArrayLayout(signed(LOG_WIDTH), p.q_parallel)
     frames = frames or sum(-(-len(scan) // p.frame) for scan in scans)
-    parts = [factor_fields(bits) for bits in factors.view(torch.int32).tolist()]
+    numbers = zip(factors.mantissa.tolist(), factors.exponent.tolist(), strict=True)
+    parts = [{"mantissa": mantissa, "exponent": exponent + golden.LOG_FRACTION} for mantissa, exponent in numbers]
     stimulus = Stimulus(
         {"scores": {"data": beats(p, scans)}, "above": {"data": words(log, above)}},
         {"weights": frames, "end": len(scans)},
@@ -144,7 +150,7 @@ def play(p, scans, above, factors, *, frames=None, error=0, **options):
 def expected(p, scans, above, factors):
     got, ends = [], []
     for scan, more in zip(scans, above, strict=True):
-        z = golden.logarithms(torch.tensor(scan).T, factors[:, None])
+        z = golden.logarithms(torch.tensor(scan).T, golden.Factor(*(part[:, None] for part in factors)))
         largest = golden.reference(z)
         w = golden.weights(z, largest + torch.tensor(more))
         padding = [[0] * p.q_parallel] * (-len(scan) % p.frame)
@@ -160,12 +166,11 @@ def check(p, scans, above, factors, **options):
 
 
 def example(p, lengths, seed=SEED, spread=20000):
-    """Scans, distances of the reference, factors: fp32 numbers that make scores differ by some powers of two."""
+    """Scans, distances of the reference, factors: numbers that make scores differ by some powers of two."""
     rng = random.Random(seed)
     scans = [random_scores(rng, p, n, rng.choice([1, 300, spread])) for n in lengths]
     above = [[rng.choice([0, rng.randrange(20 << 16)]) for _ in range(p.q_parallel)] for _ in lengths]
-    factors = torch.tensor([rng.uniform(2, 40) / spread for _ in range(p.q_parallel)], dtype=torch.float32)
-    return scans, above, factors
+    return scans, above, exact_factors([rng.uniform(2, 40) / spread for _ in range(p.q_parallel)])
 
 
 @pytest.mark.parametrize("stall", [0, 0.3, 0.9])
@@ -185,12 +190,12 @@ def test_equal_scores_and_extremes_have_equal_and_extreme_weights():
     p = PqParameters(capacity=16, group=16, **SHAPES[0])
     most = 1 << (p.score_width - 2)
     scans = [[[most]] * 16, [[most], [-most]] * 8, [[0]] * 3, [[-most]], [[most - k] for k in range(16)]]
-    factor = torch.tensor([1.0 / 16])
+    factor = exact_factors([1.0 / 16])
     got, _, _ = play(p, scans, [[0]] * len(scans), factor)
     assert got[0] == [[(1 << 24) - 1]] * 16
     assert got[1] == [[(1 << 24) - 1], [0]] * 8
     check(p, scans, [[0]] * len(scans), factor)
-    check(p, scans, [[0]] * len(scans), torch.tensor([0.0]))
+    check(p, scans, [[0]] * len(scans), exact_factors([0.0]))
 
 
 def test_a_frame_goes_in_and_out_in_every_cycle_and_latencies_are_as_stated():
@@ -219,7 +224,7 @@ def test_a_receiver_that_sleeps_changes_nothing():
 
 def test_a_scan_longer_than_the_buffer_is_an_error():
     p = PqParameters(capacity=8, group=8, **SHAPES[0])
-    got, _, _ = play(p, [[[1]] * 9], [[0]], torch.tensor([1.0]), frames=8, error=1)
+    got, _, _ = play(p, [[[1]] * 9], [[0]], exact_factors([1.0]), frames=8, error=1)
     assert got == [[[(1 << 24) - 1]] * 8]
 
 
@@ -236,7 +241,7 @@ class TestSeededFaults:
         monkeypatch.setattr(hardware, "larger", lambda a, b: a)
         p = PqParameters(capacity=20, group=20, **SHAPES[1])
         with pytest.raises(AssertionError):
-            check(p, [[[k, -k] for k in range(20)]], [[0, 0]], torch.tensor([1.0, 1.0]))
+            check(p, [[[k, -k] for k in range(20)]], [[0, 0]], exact_factors([1.0, 1.0]))
 
 
 def test_every_tool_is_silent(tmp_path):

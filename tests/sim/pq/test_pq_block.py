@@ -107,6 +107,14 @@ def test_adversarial_rows_and_queries():
     assert np.isfinite(result["out"]).all()
 
 
+def test_a_channel_that_is_huge_in_all_keys_and_queries():
+    """Logarithms of millions of whole powers of two, of coded keys and of INT8 rows of two groups."""
+    p = WINDOWS.model_copy(update={"centred": False})
+    k, v, q = rows_of(p, 20, 2)
+    k[:, 3] = q[:, 3] = 6e4
+    check(p, k, v, q, simulator="icarus")
+
+
 def test_one_code_repeated_for_ever():
     """All tokens equal: every word adds to the bins of the word before."""
     p = TINY
