@@ -1,0 +1,1 @@
+"""The accelerator around the engines: registers, memory port, sequencer of descriptors."""

@@ -1,0 +1,83 @@
+"""Configuration of the accelerator's top: its memory port, and how it fits the engines behind it."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from kvant.hw.kvcache.parameters import CacheParameters
+from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.parameters import ParameterError, Parameters
+
+PAGE_BYTES = 4096
+"""No burst crosses a multiple of this (AXI4, A3.4.1)."""
+
+LONGEST_BURST = 256
+"""Beats of an AXI4 INCR burst."""
+
+
+class SocParameters(Parameters):
+    """The memory port of the top."""
+
+    port_bits: Literal[32, 64, 128, 256, 512] = CacheParameters.model_fields["port_bits"]
+    address_bits: int = Field(32, ge=16, le=64, description="Bits of a byte address at the memory port of the top.")
+    burst_beats: int = Field(
+        64, ge=1, le=LONGEST_BURST, description="Longest burst of weights, in beats; a 4 KB boundary ends it earlier."
+    )
+    weight_words: int = Field(
+        512, ge=4, le=8192, description="Weights read ahead, in words of the port; room for two bursts at least."
+    )
+
+    @field_validator("port_bits", mode="before")
+    @classmethod
+    def _no_bool(cls, value: object) -> object:
+        """True equals 1, and a choice among integers would take it."""
+        if isinstance(value, bool):
+            raise ParameterError("not an integer")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weight_words < 2 * self.burst_beats:
+            raise ParameterError(
+                f"weight_words = {self.weight_words}: legal with burst_beats = {self.burst_beats} is an integer from "
+                f"{2 * self.burst_beats} to 8192"
+            )
+        return self
+
+    @property
+    def port_bytes(self) -> int:
+        """Bytes of a word of the memory port."""
+        return self.port_bits // 8
+
+    @property
+    def align_bits(self) -> int:
+        """Low bits of a byte address that are 0 at a word of the port."""
+        return self.port_bytes.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class TopParameters:
+    """Everything the top depends on.
+
+    Parameters
+    ----------
+    linear : LinearParameters
+    soc : SocParameters
+
+    Raises
+    ------
+    ParameterError
+        A group of activations in memory would not be whole words of the port.
+    """
+
+    linear: LinearParameters
+    soc: SocParameters
+
+    def __post_init__(self):
+        step = max(1, self.soc.port_bytes // 2)
+        if self.linear.group % step:
+            raise ParameterError(
+                f"group = {self.linear.group}: legal in the top with port_bits = {self.soc.port_bits} are multiples of "
+                f"{step}"
+            )

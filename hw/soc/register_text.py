@@ -1,0 +1,141 @@
+"""The description of registers and descriptors as texts: C header, Python module, Markdown."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+
+from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS, RESERVED_OPCODES, ErrorCode, Flag, Opcode
+from kvant.hw.soc.registers import Register, RegisterMap
+
+_ENUMS = {"OPCODE": Opcode, "FLAG": Flag, "CODE": ErrorCode}
+
+
+def enum_docs(kind: type) -> dict[str, str]:
+    """Of each member of an enumeration the line that documents it, from the class' source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+    docs = {}
+    for node, following in itertools.pairwise(body):
+        if isinstance(node, ast.Assign) and isinstance(following, ast.Expr):
+            docs[node.targets[0].id] = inspect.cleandoc(following.value.value).replace("\n", " ")
+    return docs
+
+
+def _constants(registers: RegisterMap) -> list[tuple[str, int, str]]:
+    """Name, value and comment of every number that software needs."""
+    constants = []
+    for register in registers:
+        constants.append((register.name, register.offset, register.doc))
+        for field in register.fields:
+            name = f"{register.name}_{field.name.upper()}"
+            constants.append((f"{name}_MASK", field.mask, f"{field.access.value}: {field.doc}"))
+            constants.append((f"{name}_SHIFT", field.lsb, ""))
+    for prefix, kind in _ENUMS.items():
+        docs = enum_docs(kind)
+        constants += [(f"{prefix}_{member.name}", int(member), docs[member.name]) for member in kind]
+    constants.append(("DESCRIPTOR_BYTES", DESCRIPTOR_BYTES, "bytes of a descriptor"))
+    return constants
+
+
+def c_header(registers: RegisterMap) -> str:
+    """C header: ``KVANT_...`` macros, and ``struct kvant_descriptor`` as the host sees it."""
+    prefix = registers.name.upper()
+    lines = [
+        f"/* {registers.name}: registers and descriptors. Written by kvant from its description of the registers. */",
+        f"#ifndef {prefix}_REGISTERS_H",
+        f"#define {prefix}_REGISTERS_H",
+        "",
+        "#include <stdint.h>",
+        "",
+    ]
+    for name, value, comment in _constants(registers):
+        number = f"0x{value:08X}u" if name.endswith("_MASK") else f"{value}u" if value < 10 else f"0x{value:02X}u"
+        lines.append(f"#define {prefix}_{name} {number}" + (f" /* {comment} */" if comment else ""))
+    lines += ["", f"struct {registers.name}_descriptor {{"]
+    lines += [f"    uint{field.width}_t {field.name}; /* {field.doc} */" for field in FIELDS]
+    lines += [
+        "};",
+        "",
+        "/* The descriptor's bytes in memory, little endian. */",
+        f"static inline void {registers.name}_encode(const struct {registers.name}_descriptor *from, "
+        f"uint8_t to[{prefix}_DESCRIPTOR_BYTES])",
+        "{",
+        f"    for (unsigned i = 0; i < {prefix}_DESCRIPTOR_BYTES; i++)",
+        "        to[i] = 0;",
+    ]
+    for field in FIELDS:
+        lines.append(f"    for (unsigned i = 0; i < {field.width // 8}; i++)")
+        lines.append(f"        to[{field.offset} + i] = (uint8_t)((uint64_t)from->{field.name} >> (8 * i));")
+    lines += ["}", "", f"#endif /* {prefix}_REGISTERS_H */", ""]
+    return "\n".join(lines)
+
+
+def python_module(registers: RegisterMap) -> str:
+    """Python module of the same numbers, which needs nothing."""
+    lines = [
+        f'"""{registers.name}: registers and descriptors. Written by kvant from its description of the registers."""',
+        "",
+    ]
+    lines += [f"{name} = {value:#x}" + (f"  # {doc}" if doc else "") for name, value, doc in _constants(registers)]
+    return "\n".join([*lines, ""])
+
+
+def _bits(lsb: int, width: int) -> str:
+    return str(lsb) if width == 1 else f"{lsb + width - 1}:{lsb}"
+
+
+def _register_section(register: Register) -> list[str]:
+    lines = [f"### {register.name}", "", f"Offset 0x{register.offset:03X}. {register.doc}", ""]
+    lines += ["| bits | field | access | reset | |", "|---|---|---|---|---|"]
+    for field in register.fields:
+        reset = f"{field.reset:#x}" if field.reset > 9 else str(field.reset)
+        lines.append(
+            f"| {_bits(field.lsb, field.width)} | `{field.name}` | {field.access.value} | {reset} | {field.doc} |"
+        )
+    return [*lines, ""]
+
+
+def markdown(registers: RegisterMap) -> str:
+    """Page of all registers, descriptor fields, opcodes, flags and error codes."""
+    lines = [
+        "# Registers",
+        "",
+        "<!-- Written from the description of the registers (kvant.hw.soc.registers); a test holds it up to date. -->",
+        "",
+        f"32-bit registers in {1 << registers.address_bits} bytes of AXI4-Lite. Addresses without a register are "
+        "answered with SLVERR and change nothing. Byte strobes hold. Bits that are not listed read as 0 and ignore "
+        "writes. Constants are those of the default configuration here; a generated design comes with its own page.",
+        "",
+        "| offset | register | |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| 0x{register.offset:03X} | [{register.name}](#{_anchor(register)}) | {register.doc} |"
+        for register in registers
+    ]
+    lines += ["", "## Fields", ""]
+    for register in registers:
+        lines += _register_section(register)
+    lines += [
+        "## Descriptors",
+        "",
+        f"{DESCRIPTOR_BYTES} bytes, little endian; bytes that are not listed are 0. FENCE and END use `opcode` and "
+        "`flags` alone, all else is 0.",
+        "",
+        "| byte | field | bits | |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {field.offset} | `{field.name}` | {field.width} | {field.doc} |" for field in FIELDS]
+    headings = {"Opcodes": Opcode, "Flags": Flag, "Error codes": ErrorCode}
+    for heading, kind in headings.items():
+        docs = enum_docs(kind)
+        lines += ["", f"## {heading}", "", "| value | name | |", "|---|---|---|"]
+        lines += [f"| {int(member)} | {member.name} | {docs[member.name]} |" for member in kind]
+        if kind is Opcode:
+            lines += [f"| {value} | {name} | reserved, refused |" for name, value in RESERVED_OPCODES.items()]
+    return "\n".join([*lines, ""])
+
+
+def _anchor(register: Register) -> str:
+    """How a heading is linked to."""
+    return register.name.lower()

@@ -1,0 +1,1 @@
+"""The accelerator in a simulator: memory and bus models, driver."""
