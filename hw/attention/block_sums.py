@@ -4,10 +4,10 @@ from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.parameters import INT8_MAGNITUDE
 from kvant.hw.attention.row_factor import FACTOR_BITS, PLACE_BITS
 from kvant.hw.linear.parameters import signed_width
 from kvant.hw.numeric.floating import FP16_LSB, Pipeline
-from kvant.hw.pq.parameters import INT8_MAGNITUDE
 
 GUARD_BITS = 8
 """Bits of a sum below the last bit of its largest product."""

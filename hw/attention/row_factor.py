@@ -4,8 +4,8 @@ from amaranth.hdl import Cat, Module
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.parameters import WEIGHT_BITS
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, leading_zeros, shift_left
-from kvant.hw.pq.parameters import WEIGHT_BITS
 
 FACTOR_BITS = 17
 """Bits that are kept of the product of a weight and a scale: signed, it fits a multiplier of 18 bits."""
