@@ -1,0 +1,17 @@
+"""Attention stands below the caches that use it: it imports nothing of them."""
+
+import ast
+from pathlib import Path
+
+import kvant.hw.attention
+
+
+def test_attention_imports_no_cache():
+    folder = Path(kvant.hw.attention.__file__).parent
+    files = sorted(folder.glob("*.py"))
+    assert len(files) > 1
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if name.startswith(("kvant.hw.pq", "kvant.hw.kvcache"))], path.name
