@@ -4,7 +4,7 @@ from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, memory, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.parameters import INT8_MAGNITUDE
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE
 from kvant.hw.attention.row_factor import FACTOR_BITS, PLACE_BITS
 from kvant.hw.linear.parameters import signed_width
 from kvant.hw.numeric.floating import FP16_LSB, Pipeline

@@ -11,9 +11,9 @@ from amaranth.lib import data, enum, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.block_sums import PLACE_OFFSET, SPACING, BlockSums, sum_width
+from kvant.hw.attention.cache_shape import WEIGHT_BITS, CacheShape
 from kvant.hw.attention.exponential import Exponential
 from kvant.hw.attention.layouts import index_range
-from kvant.hw.attention.parameters import WEIGHT_BITS, AttentionParameters
 from kvant.hw.attention.row_factor import PLACE_BITS, RowFactor
 from kvant.hw.attention.row_scores import RowScores
 from kvant.hw.attention.scaler import LOG_WIDTH
@@ -35,7 +35,7 @@ class Int8Job(enum.Enum, shape=2):
     VALUES = 2
 
 
-def default_rows(p: AttentionParameters) -> int:
+def default_rows(p: CacheShape) -> int:
     """Rows that are not coded at most: sinks, the recent window, and two batches on their way to the coder."""
     return p.sinks + p.recent + 2 * p.batch_tokens
 
@@ -45,7 +45,7 @@ def total_width(rows: int) -> int:
     return (rows * ((1 << WEIGHT_BITS) - 1)).bit_length()
 
 
-def row_sums(p: AttentionParameters, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
+def row_sums(p: CacheShape, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
     """Payload of `Int8Rows.o`: `lanes` sums ``data * 2^exponent`` of query `vector`; `last` ends the job."""
     queries = p.q_parallel if queries is None else queries
     width = sum_width(default_rows(p) if rows is None else rows)
@@ -101,7 +101,7 @@ class Int8Rows(wiring.Component):
 
     Parameters
     ----------
-    p : AttentionParameters
+    p : CacheShape
     queries : int, optional
         Queries held at most; `q_parallel` if not given.
     rows : int, optional
@@ -162,7 +162,7 @@ class Int8Rows(wiring.Component):
         When a transfer would have elements of two groups, or an argument is out of range.
     """
 
-    def __init__(self, p: AttentionParameters, *, queries: int | None = None, rows: int | None = None):
+    def __init__(self, p: CacheShape, *, queries: int | None = None, rows: int | None = None):
         self.p = p.check_pq()
         self.queries = check_integer("queries", p.q_parallel if queries is None else queries, 1, 64)
         self.most_rows = check_integer("rows", default_rows(p) if rows is None else rows, 1)

@@ -3,7 +3,7 @@
 from amaranth.hdl import signed
 from amaranth.lib import data
 
-from kvant.hw.attention.parameters import INT8_MAGNITUDE, AttentionParameters
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, CacheShape
 
 SHIFT_BITS = 5
 """Bits of the shift that brings bins to `BIN_BITS`."""
@@ -17,7 +17,7 @@ def index_range(count: int) -> range:
     return range(max(2, count))
 
 
-def replay_output(p: AttentionParameters) -> data.StructLayout:
+def replay_output(p: CacheShape) -> data.StructLayout:
     """Payload of replayed rows.
 
     Members
@@ -50,17 +50,17 @@ def replay_output(p: AttentionParameters) -> data.StructLayout:
 class FrameScores(data.StructLayout):
     """Scores of the tokens of a frame, for each query."""
 
-    def __init__(self, p: AttentionParameters):
+    def __init__(self, p: CacheShape):
         per_token = data.ArrayLayout(signed(p.score_width), p.q_parallel)
         super().__init__({"scores": data.ArrayLayout(per_token, p.frame), "count": range(p.frame + 1), "last": 1})
 
 
-def out_width(p: AttentionParameters) -> int:
+def out_width(p: CacheShape) -> int:
     """Bits of a signed element of the read-out: at most ``(2^w - 1) * 128`` with bins of w bits in all."""
     return min(p.bin_width, BIN_BITS) + INT8_MAGNITUDE.bit_length()
 
 
-def read_output(p: AttentionParameters) -> data.StructLayout:
+def read_output(p: CacheShape) -> data.StructLayout:
     """The read-out of one slice of one query; `last` ends the job."""
     return data.StructLayout(
         {

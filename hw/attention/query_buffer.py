@@ -4,7 +4,7 @@ from amaranth.hdl import Array, Module, Mux, Signal
 from amaranth.lib import memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.parameters import AttentionParameters
+from kvant.hw.attention.cache_shape import CacheShape
 from kvant.hw.attention.row_quantizer import query_output
 
 
@@ -13,7 +13,7 @@ class QueryBuffer(wiring.Component):
 
     Parameters
     ----------
-    p : AttentionParameters
+    p : CacheShape
 
     Members
     -------
@@ -29,7 +29,7 @@ class QueryBuffer(wiring.Component):
         Nothing is being sent.
     """
 
-    def __init__(self, p: AttentionParameters):
+    def __init__(self, p: CacheShape):
         self.p = p.check_pq()
         super().__init__(
             {

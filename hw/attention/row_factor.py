@@ -4,7 +4,7 @@ from amaranth.hdl import Cat, Module
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.parameters import WEIGHT_BITS
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, leading_zeros, shift_left
 
 FACTOR_BITS = 17

@@ -4,8 +4,8 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import memory, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, CacheShape
 from kvant.hw.attention.layouts import index_range
-from kvant.hw.attention.parameters import INT8_MAGNITUDE, AttentionParameters
 from kvant.hw.attention.scaler import LOG_WIDTH, ScoreFactor, ScoreScaler
 from kvant.hw.linear.parameters import ceil_div, signed_width
 from kvant.hw.numeric.floating import Pipeline
@@ -16,7 +16,7 @@ class RowScores(wiring.Component):
 
     Parameters
     ----------
-    p : AttentionParameters
+    p : CacheShape
     queries : int
 
     Attributes
@@ -45,7 +45,7 @@ class RowScores(wiring.Component):
     _scaled = 1 + ScoreFactor.latency + ScoreScaler.latency  # cycle in which the logarithm of a group is there
     latency = _scaled + 2
 
-    def __init__(self, p: AttentionParameters, queries: int):
+    def __init__(self, p: CacheShape, queries: int):
         self.p = p
         self.queries = queries
         self.group = min(p.group, p.head_dim)

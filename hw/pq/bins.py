@@ -4,7 +4,7 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.parameters import WEIGHT_BITS
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.pq.codebook_jobs import bin_read, bins_input

@@ -3,8 +3,8 @@
 from amaranth.hdl import signed, unsigned
 from amaranth.lib import data, enum
 
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE
 from kvant.hw.attention.layouts import SHIFT_BITS, index_range
-from kvant.hw.attention.parameters import INT8_MAGNITUDE
 from kvant.hw.pq.grid_position import POSITION_MAX
 from kvant.hw.pq.parameters import PqParameters
 

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
-from kvant.hw.attention.parameters import INT8_MAGNITUDE, WEIGHT_BITS
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import CAPACITY_GROUPS, CacheParameters, ceil_div
 from kvant.hw.linear.parameters import signed_width
 from kvant.hw.parameters import ParameterError, Parameters

@@ -11,7 +11,7 @@ from memory_collisions import asserted_memories
 from verilog_checks import lint, yosys
 
 from kvant.golden.pq.scores import value_bins
-from kvant.hw.attention.parameters import WEIGHT_BITS
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.emit import emit
 from kvant.hw.pq import bins
 from kvant.hw.pq.bins import CodeWord, FrameWeights, ValueBins

@@ -9,7 +9,7 @@ WEIGHT_BITS = 24
 """Bits of an attention weight, unsigned: the largest weight of a query is ``2^24 - 1``."""
 
 
-class AttentionParameters(Protocol):
+class CacheShape(Protocol):
     """Shape of a cache in front of attention; `kvant.hw.pq.parameters.PqParameters` has it.
 
     Attributes
