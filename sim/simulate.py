@@ -106,7 +106,7 @@ def simulate(
             Fragment.get(top, None)  # Amaranth warns of components that are made and not elaborated
             raise
         return play(top, plan, waves)
-    design = _design(component_factory, name, design_key)
+    design = cached_design(component_factory, name, design_key)
     verilog = design.verilog if edit_verilog is None else edit_verilog(design.verilog)
     return run_verilog(verilog, design.name, plan_for(design.streams, design.ports), simulator, waves)
 
@@ -122,7 +122,7 @@ def _wave_path(waves: str | Path | None, simulator: str) -> Path | None:
     return path
 
 
-def _design(component_factory: Callable[[], wiring.Component], name: str, key: object) -> Design:
+def cached_design(component_factory: Callable[[], wiring.Component], name: str, key: object) -> Design:
     """The emitted component, from the cache if *key* is given and it is there."""
     if key is None:
         return emit(component_factory(), name)
@@ -276,7 +276,7 @@ def run_verilog(verilog: str, top: str, plan: Plan, simulator: str, waves: Path 
 
     from kvant.sim.cocotb_player import OUTCOME, PLAN, RUN_FOLDER
 
-    build = _build(verilog, top, simulator, waves is not None)
+    build = build_model(verilog, top, simulator, waves is not None)
     with tempfile.TemporaryDirectory(prefix="kvant-") as folder_name:
         folder = Path(folder_name)
         (folder / PLAN).write_bytes(pickle.dumps(plan))
@@ -322,7 +322,7 @@ def _last_lines(log: Path, count: int = 3) -> str:
     return " | ".join(wanted[-count:]) or "no output"
 
 
-def _build(verilog: str, top: str, simulator: str, waves: bool) -> Path:
+def build_model(verilog: str, top: str, simulator: str, waves: bool) -> Path:
     """Folder of the built model, from the cache where it holds one."""
     arguments = _verilator_arguments(waves) if simulator == "verilator" else []
     version = toolchain.check_cocotb()

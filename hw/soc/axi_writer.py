@@ -15,16 +15,14 @@ UNANSWERED = 15
 
 
 def write_word(p: SocParameters) -> data.StructLayout:
-    """A word to memory: word address, data, byte strobes, and whether the burst ends with it whatever follows."""
-    return data.StructLayout(
-        {"address": word_address_bits(p), "data": p.port_bits, "strobes": p.port_bytes, "last": 1},
-    )
+    """A word to memory: word address, data, byte strobes."""
+    return data.StructLayout({"address": word_address_bits(p), "data": p.port_bits, "strobes": p.port_bytes})
 
 
 class AxiWriter(wiring.Component):
     """Collects words at consecutive addresses into bursts and writes them.
 
-    A burst ends where the next word does not follow, at `last`, at `burst_beats` and before a multiple of 4 KB. It
+    A burst ends where the next word does not follow, at `flush`, at `burst_beats` and before a multiple of 4 KB. It
     begins at the port when all its words are here, so that it never holds up the port.
 
     Parameters
@@ -38,7 +36,9 @@ class AxiWriter(wiring.Component):
     Members
     -------
     i : in stream
-        `write_word`. The last word of a run has `last`, or it stays here.
+        `write_word`.
+    flush : in
+        End the burst that is open, if no word comes.
     stop : in
         Begin no further burst; words of one that has begun are written with all strobes 0.
     owes : out
@@ -59,6 +59,7 @@ class AxiWriter(wiring.Component):
         super().__init__(
             {
                 "i": In(stream.Signature(write_word(p))),
+                "flush": In(1),
                 "stop": In(1),
                 "owes": Out(1),
                 "idle": Out(1),
@@ -84,13 +85,9 @@ class AxiWriter(wiring.Component):
         apart, ends, take, close = Signal(), Signal(), Signal(), Signal()
         burst = Signal(Burst(p))
         m.d.comb += [
-            apart.eq(is_open & (word.address != following)),
-            ends.eq(
-                word.last
-                | (word.address % page_words == page_words - 1)
-                | (Mux(is_open, count, 0) == self.burst_beats - 1)
-            ),
-            close.eq(self.i.valid & bursts.w_rdy & (apart | (ends & words.i.ready))),
+            apart.eq(is_open & Mux(self.i.valid, word.address != following, self.flush)),
+            ends.eq((word.address % page_words == page_words - 1) | (Mux(is_open, count, 0) == self.burst_beats - 1)),
+            close.eq(bursts.w_rdy & (apart | (self.i.valid & ends & words.i.ready))),
             take.eq(self.i.valid & bursts.w_rdy & ~apart & words.i.ready),
             self.i.ready.eq(bursts.w_rdy & ~apart & words.i.ready),
             words.i.valid.eq(take),
@@ -115,11 +112,11 @@ class AxiWriter(wiring.Component):
         unanswered = Signal(range(UNANSWERED + 1))
         writing = Signal()  # words of the burst are not all in the register before the port
         beats = Signal(8)
-        begin, answered, load = Signal(), Signal(), Signal()
+        starts, answered, load = Signal(), Signal(), Signal()
         m.d.comb += [
             next_burst.eq(bursts.r_data),
-            begin.eq(bursts.r_rdy & ~writing & ~bus.awvalid & (unanswered != UNANSWERED) & ~self.stop),
-            bursts.r_en.eq(begin),
+            starts.eq(bursts.r_rdy & ~writing & ~bus.awvalid & (unanswered != UNANSWERED) & ~self.stop),
+            bursts.r_en.eq(starts),
             bus.bready.eq(1),
             answered.eq(bus.bvalid),
             self.error.eq(answered & bus.bresp[1]),
@@ -129,12 +126,12 @@ class AxiWriter(wiring.Component):
             self.owes.eq(unanswered != 0),
             self.idle.eq(~is_open & ~bursts.r_rdy & (bursts.level == 0) & ~self.owes),
         ]
-        m.d.sync += unanswered.eq(unanswered + begin - answered)
+        m.d.sync += unanswered.eq(unanswered + starts - answered)
         with m.If(bus.awready):
             m.d.sync += bus.awvalid.eq(0)
         with m.If(bus.wready):
             m.d.sync += bus.wvalid.eq(0)
-        with m.If(begin):
+        with m.If(starts):
             m.d.sync += [
                 bus.awvalid.eq(1),
                 bus.awaddr.eq(Cat(Const(0, p.align_bits), next_burst.address)),

@@ -120,6 +120,8 @@ class RegisterFile(wiring.Component):
                 with m.Case(register.offset >> _WORD_BITS):
                     m.d.comb += known_read.eq(1)
                     for field in register.fields:
+                        if field.access is Access.COMMAND:
+                            continue
                         part = value[field.lsb : field.lsb + field.width]
                         m.d.comb += part.eq(self._read_value(register, field, kept_high))
                         if field.access is Access.COUNTER:
@@ -138,8 +140,6 @@ class RegisterFile(wiring.Component):
         match field.access:
             case Access.CONSTANT:
                 return Const(field.reset, field.width)
-            case Access.COMMAND:
-                return Const(0, field.width)
             case Access.HIGH:
                 return kept_high
         return getattr(self, port_name(register, field))[: field.width]

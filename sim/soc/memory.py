@@ -87,7 +87,7 @@ class AxiMemory:
         self._words: deque[tuple[int, int, int]] = deque()  # whose address is not known yet
         self._answers: deque[_Answer] = deque()
         self._shown: dict[str, _Answer | None] = {"r": None, "b": None}
-        self._driven: dict[str, int] = {}
+        self.driven: dict[str, int] = {}
         self._held: dict[str, tuple[int, ...]] = {}
         self.transferred = {"r": 0, "w": 0}
 
@@ -126,7 +126,7 @@ class AxiMemory:
         if r is not None and not self._bad("read", r.address):
             values["rresp"] = OKAY
             values["rdata"] = int.from_bytes(self.data[r.address : r.address + self.port_bytes], "little")
-        self._driven = values
+        self.driven = values
         return values
 
     def _bad(self, kind: str, address: int) -> bool:
@@ -140,7 +140,7 @@ class AxiMemory:
         SimulationError
             The master breaks a rule of AXI4.
         """
-        driven = self._driven
+        driven = self.driven
         for channel, names in _STABLE.items():
             valid, payload = seen[f"{channel}valid"], tuple(seen[name] for name in names)
             held = self._held.get(channel)

@@ -203,15 +203,16 @@ def test_after_a_stop_nothing_is_asked_for_and_nothing_is_owed():
 
 
 def write_all(p, words, memory, *, stall=0.0, depth=32, burst_beats=16, cycles=20_000, stop_at=None):
-    """Write *words*, a list of (word address, data, strobes, last); (errors, idle at the end, cycles)."""
+    """Write *words*, a list of (word address, data, strobes); (errors, idle at the end, cycles)."""
     dut = AxiWriter(p, depth=depth, burst_beats=burst_beats)
     simulator = Simulator(dut)
     simulator.add_clock(1e-8)
     result = {"errors": 0, "end": None}
 
     async def feed(ctx):
-        payloads = [dict(zip(("address", "data", "strobes", "last"), word, strict=True)) for word in words]
+        payloads = [dict(zip(("address", "data", "strobes"), word, strict=True)) for word in words]
         await give(ctx, dut.i, payloads, random.Random(5), stall)
+        ctx.set(dut.flush, 1)
         await ctx.tick().repeat(3)
         await ctx.tick().until(dut.idle)
         result["end"] = memory.cycle
@@ -244,11 +245,10 @@ def random_writes(p, rng, memory_size):
         first = rng.randrange(memory_size // p.port_bytes - count)
         for place in range(first, first + count):
             data, strobes = rng.getrandbits(p.port_bits), rng.getrandbits(p.port_bytes)
-            words.append((place, data, strobes, int(rng.random() < 0.1)))
+            words.append((place, data, strobes))
             for byte in range(p.port_bytes):
                 if strobes >> byte & 1:
                     expected[place * p.port_bytes + byte] = data >> 8 * byte & 255
-    words[-1] = (*words[-1][:3], 1)
     return words, expected
 
 
@@ -266,7 +266,7 @@ def test_the_writer_writes_what_is_strobed_where_it_belongs(stall, port_bits):
 def test_consecutive_words_are_long_bursts():
     p = SocParameters(port_bits=128)
     memory = AxiMemory(1 << 14, p.port_bytes, latency=20)
-    words = [(place, place, 0xFFFF, int(place == 549)) for place in range(250, 550)]
+    words = [(place, place, 0xFFFF) for place in range(250, 550)]
     result = write_all(p, words, memory)
     assert memory.writes[0] == (4000, 6)
     assert all(beats == 16 for _, beats in memory.writes[1:-1]) and len(memory.writes) == 20
@@ -276,7 +276,7 @@ def test_consecutive_words_are_long_bursts():
 def test_errors_of_writes_are_reported_and_nothing_hangs():
     p = SocParameters(port_bits=128)
     memory = AxiMemory(1 << 14, p.port_bytes, fault=lambda kind, address: kind == "write" and address == 0x100)
-    words = [(place, place, 0xFFFF, int(place == 99)) for place in range(100)]
+    words = [(place, place, 0xFFFF) for place in range(100)]
     result = write_all(p, words, memory)
     assert result["errors"] == 1 and result["end"] is not None
 
@@ -284,7 +284,7 @@ def test_errors_of_writes_are_reported_and_nothing_hangs():
 def test_a_stopped_writer_finishes_its_burst_without_writing():
     p = SocParameters(port_bits=32)
     memory = AxiMemory(1 << 12, p.port_bytes, latency=3, stall=0.5)
-    words = [(place, 0xFFFFFFFF, 15, 0) for place in range(200)]
+    words = [(place, 0xFFFFFFFF, 15) for place in range(200)]
     result = write_all(p, words, memory, stop_at=150, cycles=600)
     assert not result["owes"] and not memory.busy
     written = memory.data.index(0) // 4
