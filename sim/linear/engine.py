@@ -5,7 +5,7 @@ import numpy as np
 from kvant.hw.linear.engine import LinearEngine
 from kvant.hw.linear.jobs import JobNumbers, plan
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
-from kvant.hw.numeric.codes import INT8
+from kvant.sim.linear import tiles
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
 
@@ -54,11 +54,11 @@ def play(
 def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.ndarray]) -> Stimulus:
     """The transfers of *jobs*."""
     x, w, user = [], {"data": [], "user": []}, None
-    tiles = _weight_tiles(p, arrays)
+    beats_of = _weight_tiles(p, arrays)
     for job in jobs:
         x += _activations(p, job, arrays["x"])
         for group, tile in job.tile_order():
-            beats, user = tiles[group, tile]
+            beats, user = beats_of[group, tile]
             w["data"] += beats
             w["user"] += [user] * len(beats)
     words = sum(job.tokens * ((job.groups - 1) * p.beats + ceil_div(job.tail, p.rows)) for job in jobs)
@@ -93,44 +93,14 @@ def _activations(p: LinearParameters, job: JobNumbers, x: np.ndarray) -> list[in
 
 def _weight_tiles(p: LinearParameters, arrays: dict[str, np.ndarray]) -> dict[tuple[int, int], tuple[list[int], int]]:
     """Beats and metadata of every tile ``(group, tile)``."""
-    codes, coefficient = arrays["w_codes"], arrays["w_coeff"]
-    outputs, inputs = codes.shape
-    groups, tiles = coefficient.shape[1], ceil_div(outputs, p.cols)
-    extra = tiles * p.cols - outputs
-
-    metadata = np.zeros((tiles * p.cols, groups, 3), np.uint8)
-    metadata[:outputs, :, :2] = np.ascontiguousarray(arrays["w_scale"]).view(np.uint8).reshape(outputs, groups, 2)
-    metadata[:outputs, :, 2] = coefficient
-    metadata = metadata.reshape(tiles, p.cols, groups, 3).transpose(2, 0, 1, 3).reshape(groups, tiles, -1)
-
-    low = codes.copy()
-    high = np.zeros_like(codes)
-    int8_groups = coefficient == INT8
-    if int8_groups.any():
-        elements = np.repeat(int8_groups, p.group, axis=1)[:, :inputs]
-        bytes_ = arrays["w_int8"].view(np.uint8)
-        low = np.where(elements, bytes_ & 15, low)
-        high = np.where(elements, bytes_ >> 4, high)
-    tile_is_int8 = p.int8_groups & np.pad(int8_groups, ((0, extra), (0, 0))).reshape(tiles, p.cols, groups).any(axis=1)
-
+    marked, columns = tiles.int8_tiles(p, arrays["w_coeff"]), tiles.metadata(p, arrays)
     result = {}
-    for group in range(groups):
-        columns = slice(group * p.group, min((group + 1) * p.group, inputs))
-        beats = ceil_div(columns.stop - columns.start, p.rows)
-        pad = ((0, extra), (0, beats * p.rows - (columns.stop - columns.start)))
-        planes = []
-        for plane in (high, low):
-            # [tile, column, beat, row] -> [tile, beat, column, row]: one beat's nibbles in the order of the port
-            nibbles = np.pad(plane[:, columns], pad).reshape(tiles, p.cols, beats, p.rows).transpose(0, 2, 1, 3)
-            nibbles = nibbles.reshape(tiles, beats, p.lanes)
-            if p.lanes % 2:
-                nibbles = np.pad(nibbles, ((0, 0), (0, 0), (0, 1)))
-            planes.append(nibbles[..., 0::2] | nibbles[..., 1::2] << 4)
-        user = _to_integers(metadata[group])
-        for tile in range(tiles):
-            transfers = _to_integers(planes[1][tile])
-            if tile_is_int8[tile, group]:
-                transfers = _to_integers(planes[0][tile]) + transfers
+    for group, (high, low) in enumerate(tiles.planes(p, arrays)):
+        user = _to_integers(columns[group])
+        for tile in range(len(low)):
+            transfers = _to_integers(low[tile])
+            if marked[tile, group]:
+                transfers = _to_integers(high[tile]) + transfers
             result[group, tile] = transfers, user[tile]
     return result
 
@@ -205,6 +175,6 @@ def expected(
 def _lanes(p: LinearParameters, columns: np.ndarray) -> np.ndarray:
     """Columns [token, tiles * cols] in the order of the output port: [tile, token, step] rows of [unit]."""
     tokens = columns.shape[0]
-    tiles = columns.reshape(tokens, -1, p.cols)
-    tiles = np.pad(tiles, ((0, 0), (0, 0), (0, p.units * p.unit_cols - p.cols)))
-    return tiles.reshape(tokens, -1, p.units, p.unit_cols).transpose(1, 0, 3, 2).reshape(-1, p.units)
+    by_tile = columns.reshape(tokens, -1, p.cols)
+    by_tile = np.pad(by_tile, ((0, 0), (0, 0), (0, p.units * p.unit_cols - p.cols)))
+    return by_tile.reshape(tokens, -1, p.units, p.unit_cols).transpose(1, 0, 3, 2).reshape(-1, p.units)
