@@ -1,6 +1,6 @@
 """Every field of a descriptor is looked at before anything is done for it."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -77,14 +77,14 @@ class DescriptorCheck(wiring.Component):
         """(fault, code, field) in the order in which they are named."""
         linear, soc = self.p.linear, self.p.soc
         is_job = fields.opcode == Opcode.LINEAR
-        flags = Mux(is_job, int(~Flag(0)), int(Flag.INTERRUPT))
+        reserved_flags = Mux(is_job, Const(255 - sum(Flag), 8), Const(255 - Flag.INTERRUPT, 8))
         x_stream, y_stream = (fields.flags & flag != 0 for flag in (Flag.X_STREAM.value, Flag.Y_STREAM.value))
         offsets = {field.name: field.offset for field in FIELDS}
         known = Cat(fields.opcode == opcode for opcode in Opcode).any()
         bits = fields.as_value()
         faults = [
             (~known, ErrorCode.OPCODE, 0),
-            ((fields.flags & ~flags) != 0, ErrorCode.RESERVED, 1),
+            ((fields.flags & reserved_flags) != 0, ErrorCode.RESERVED, 1),
             (fields.reserved_2.any(), ErrorCode.RESERVED, 2),
             (~is_job & bits[32:].any(), ErrorCode.RESERVED, 4),
         ]

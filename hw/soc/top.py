@@ -1,46 +1,20 @@
-"""The accelerator: registers, memory port, sequencer, and the engines as its clients."""
+"""The accelerator: the shell and the engine behind it."""
 
-from amaranth.hdl import Module, ResetInserter, Signal
+from amaranth.hdl import Module, ResetInserter
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.activation_buffer import activation_input
 from kvant.hw.linear.engine import LinearEngine, output
-from kvant.hw.soc.activation_reader import ActivationReader
-from kvant.hw.soc.axi import MasterSignature, ReadSignature, WriteSignature, word_address_bits
+from kvant.hw.soc.axi import MasterSignature
 from kvant.hw.soc.axi_lite import LiteSignature
-from kvant.hw.soc.axi_reader import ReadArbiter
-from kvant.hw.soc.axi_writer import AxiWriter
-from kvant.hw.soc.counters import Counters
-from kvant.hw.soc.descriptor_check import DescriptorCheck
-from kvant.hw.soc.descriptor_reader import DescriptorReader
-from kvant.hw.soc.output_writer import OutputWriter
 from kvant.hw.soc.parameters import TopParameters
-from kvant.hw.soc.register_file import RegisterFile
-from kvant.hw.soc.registers import STOPPING_ERRORS, register_map
-from kvant.hw.soc.sequencer import Sequencer
-from kvant.hw.soc.weight_reader import WeightReader
-
-WRITE_DEPTH = 32
-WRITE_BURST = 16
-"""Outputs are few: one for every K weights."""
+from kvant.hw.soc.registers import register_map
+from kvant.hw.soc.shell import Shell
 
 
 class KvantTop(wiring.Component):
-    """An accelerator that runs a ring of descriptors in memory.
-
-    ::
-
-        s_axil ──> RegisterFile ──> Sequencer <── DescriptorCheck <── DescriptorReader ─┐
-                                        │ jobs                                          ├─ ReadArbiter ── m_axi
-        s_axis_x ──────────> ActivationReader ──> x ─┐                                  │
-                             WeightReader ──────> w ─┴─> LinearEngine ── y ─┐   (readers at the port)
-        m_axis_y <────────── OutputWriter <─────────────────────────────────┘
-                                  └──> AxiWriter ── m_axi
-
-    A *client* is a reader or writer with a stream of jobs from the sequencer, an identifier at the `ReadArbiter`, and
-    a `fault`. Another engine joins by its opcode in `DescriptorCheck`, its job streams in `Sequencer`, and its readers
-    here.
+    """An accelerator that runs a ring of descriptors in memory: a `Shell` around a `LinearEngine`.
 
     Parameters
     ----------
@@ -62,10 +36,9 @@ class KvantTop(wiring.Component):
 
     def __init__(self, p: TopParameters):
         self.p = p
-        self.registers = register_map(p)
         super().__init__(
             {
-                "s_axil": In(LiteSignature(self.registers.address_bits)),
+                "s_axil": In(LiteSignature(register_map(p).address_bits)),
                 "m_axi": Out(MasterSignature(p.soc)),
                 "x": In(stream.Signature(activation_input(p.linear))),
                 "y": Out(stream.Signature(output(p.linear))),
@@ -76,158 +49,22 @@ class KvantTop(wiring.Component):
     def elaborate(self, platform):
         p = self.p
         m = Module()
-        m.submodules.registers = registers = RegisterFile(self.registers)
-        m.submodules.counters = counters = Counters(p.soc)
-        m.submodules.sequencer = sequencer = Sequencer(p)
-        clients = self._clients(m, p, sequencer)
-        self._connect_registers(m, registers, sequencer, clients["descriptors"])
-        self._count(m, registers, counters, sequencer, clients)
-        return m
-
-    def _clients(self, m: Module, p: TopParameters, sequencer: Sequencer) -> dict[str, wiring.Component]:
-        """Everything that a reset by the sequencer clears."""
+        m.submodules.shell = shell = Shell(p)
         engine = LinearEngine(p.linear)
-        parts = {
-            "descriptors": DescriptorReader(p.soc),
-            "check": DescriptorCheck(p),
-            "weights": WeightReader(p),
-            "activations": ActivationReader(p),
-            "outputs": OutputWriter(p),
-            "writer": AxiWriter(p.soc, depth=WRITE_DEPTH, burst_beats=WRITE_BURST),
-        }
-        readers = [parts["descriptors"], parts["weights"], parts["activations"]]
-        parts["arbiter"] = arbiter = ReadArbiter(p.soc, len(readers))
-        for name, part in parts.items():
-            m.submodules[name] = ResetInserter(sequencer.reset)(part)
-        engine_reset = Signal()
-        m.d.comb += engine_reset.eq(sequencer.reset | sequencer.engine_reset)
-        m.submodules.engine = ResetInserter(engine_reset)(engine)
-        writer, outputs = parts["writer"], parts["outputs"]
-
-        for number, reader in enumerate(readers):
-            wiring.connect(m, reader.burst, arbiter.bursts[number])
-            wiring.connect(m, arbiter.back[number], reader.back)
-            m.d.comb += reader.stop.eq(sequencer.stop)
-        for half, signature in ((arbiter.bus, ReadSignature(p.soc)), (writer.bus, WriteSignature(p.soc))):
-            for name, member in signature.members.items():
-                ours, theirs = getattr(self.m_axi, name), getattr(half, name)
-                m.d.comb += ours.eq(theirs) if member.flow is Out else theirs.eq(ours)
-
-        wiring.connect(m, parts["descriptors"].o, parts["check"].i)
-        wiring.connect(m, parts["check"].o, sequencer.descriptor)
-        wiring.connect(m, sequencer.weights, parts["weights"].job)
-        wiring.connect(m, sequencer.x, parts["activations"].job)
-        wiring.connect(m, sequencer.y, outputs.job)
-        wiring.connect(m, sequencer.command, engine.cmd)
-        wiring.connect(m, parts["weights"].w, engine.w)
-        wiring.connect(m, parts["activations"].x, engine.x)
-        wiring.connect(m, wiring.flipped(self.x), parts["activations"].stream)
-        wiring.connect(m, engine.y, outputs.y)
-        wiring.connect(m, outputs.words, writer.i)
-        # What has been offered outside stays until it is taken, also when everything behind it is cleared.
-        free = Signal()
-        m.d.comb += [free.eq(~self.y.valid | self.y.ready), outputs.stream.ready.eq(free)]
-        with m.If(free):
-            m.d.sync += [self.y.valid.eq(outputs.stream.valid), self.y.payload.eq(outputs.stream.payload)]
-
-        owes = Signal()
+        m.submodules.engine = ResetInserter(shell.engine.reset)(engine)
+        wiring.connect(m, wiring.flipped(self.s_axil), shell.s_axil)
+        wiring.connect(m, shell.m_axi, wiring.flipped(self.m_axi))
+        wiring.connect(m, wiring.flipped(self.x), shell.x)
+        wiring.connect(m, shell.y, wiring.flipped(self.y))
+        wiring.connect(m, shell.engine.cmd, engine.cmd)
+        wiring.connect(m, shell.engine.x, engine.x)
+        wiring.connect(m, shell.engine.w, engine.w)
+        wiring.connect(m, engine.y, shell.engine.y)
         m.d.comb += [
-            owes.eq(writer.owes | parts["descriptors"].owes | parts["weights"].owes | parts["activations"].owes),
             engine.xq.ready.eq(1),
-            writer.stop.eq(sequencer.stop),
-            writer.flush.eq(outputs.flush),
-            outputs.written.eq(writer.idle),
-            sequencer.owes.eq(owes),
-            sequencer.engine_busy.eq(engine.busy),
-            sequencer.output_done.eq(outputs.done),
-            sequencer.write_error.eq(writer.error),
-            sequencer.weight_fault.eq(parts["weights"].fault),
-            sequencer.x_fault.eq(parts["activations"].fault),
+            shell.engine.busy.eq(engine.busy),
+            shell.engine.error.eq(engine.error),
+            shell.engine.nonfinite.eq(engine.nonfinite),
+            self.irq.eq(shell.irq),
         ]
-        return parts | {"engine": engine}
-
-    def _connect_registers(self, m: Module, registers, sequencer: Sequencer, descriptors) -> None:
-        p = self.p
-        wiring.connect(m, wiring.flipped(self.s_axil), registers.bus)
-        report = sequencer.report
-        address_high = registers.ring_base_hi_address
-        low = self.registers["RING_BASE_LO"].field("address").lsb
-        base = Signal(p.soc.address_bits)
-        base_legal = Signal()
-        if p.soc.address_bits <= 32:
-            m.d.comb += base.eq(registers.ring_base_lo_address << low)
-            beyond = registers.ring_base_lo_address[p.soc.address_bits - low :]
-            m.d.comb += base_legal.eq(~beyond.any() & ~address_high.any())
-        else:
-            m.d.comb += [
-                base.eq((registers.ring_base_lo_address << low) | (address_high << 32)),
-                base_legal.eq(~address_high[p.soc.address_bits - 32 :].any()),
-            ]
-        stopping = Signal()
-        for name in STOPPING_ERRORS:
-            with m.If(getattr(registers, f"error_{name}")):
-                m.d.comb += stopping.eq(1)
-        m.d.sync += sequencer.ring_legal.eq(
-            base_legal
-            & (sequencer.head < registers.ring_count_count)
-            & (registers.ring_tail_index < registers.ring_count_count)
-        )
-        events = {
-            "done": sequencer.retired_interrupt,
-            "idle": sequencer.stopped & ~sequencer.failed,
-            "error": sequencer.stopped & sequencer.failed,
-        }
-        pending = 0
-        for name, event in events.items():
-            m.d.comb += getattr(registers, f"irq_status_{name}_set").eq(event)
-            pending |= getattr(registers, f"irq_status_{name}") & getattr(registers, f"irq_enable_{name}")
-        m.d.sync += self.irq.eq(pending)
-        for name in STOPPING_ERRORS:
-            m.d.comb += getattr(registers, f"error_{name}_set").eq(sequencer.stopped & getattr(report, name))
-        with m.If(sequencer.stopped & sequencer.failed):
-            m.d.sync += [
-                registers.error_code_code.eq(report.code),
-                registers.error_code_field.eq(report.field),
-                registers.error_index_index.eq(report.index),
-            ]
-        m.d.comb += [
-            sequencer.start.eq(registers.control_start),
-            sequencer.halt.eq(registers.control_stop),
-            sequencer.abort.eq(registers.control_abort),
-            sequencer.may_start.eq(~stopping),
-            sequencer.head_write.eq(registers.ring_head_index_write),
-            sequencer.head_data.eq(registers.ring_head_index_data),
-            sequencer.count.eq(registers.ring_count_count),
-            registers.ring_head_index.eq(sequencer.head),
-            registers.status_running.eq(sequencer.running),
-            registers.status_busy.eq(sequencer.busy),
-            registers.status_draining.eq(sequencer.draining),
-            descriptors.run.eq(sequencer.fetch),
-            descriptors.base.eq(base >> p.soc.align_bits),
-            descriptors.count.eq(registers.ring_count_count),
-            descriptors.head.eq(sequencer.head),
-            descriptors.tail.eq(registers.ring_tail_index),
-        ]
-        assert descriptors.base.shape().width == word_address_bits(p.soc)
-
-    def _count(self, m: Module, registers, counters: Counters, sequencer: Sequencer, clients) -> None:
-        engine = clients["engine"]
-        # The engine keeps its flags until its next job: an event is where one rises.
-        for name, flag in (("weights", engine.error), ("nonfinite", engine.nonfinite)):
-            before = Signal(name=f"{name}_before")
-            m.d.sync += before.eq(flag)
-            m.d.comb += getattr(registers, f"error_{name}_set").eq(flag & ~before)
-        events = {
-            "cycles_busy": sequencer.busy,
-            "cycles_input": (engine.w.ready & ~engine.w.valid) | (engine.x.ready & ~engine.x.valid),
-            "cycles_output": engine.y.valid & ~engine.y.ready,
-            "bytes_read": clients["arbiter"].received,
-            "bytes_written": clients["writer"].sent,
-            "descriptors": sequencer.retired,
-        }
-        m.d.comb += counters.clear.eq(registers.control_clear_counters)
-        for name, event in events.items():
-            m.d.comb += [
-                getattr(counters, f"{name}_event").eq(event),
-                getattr(registers, name).eq(getattr(counters, name)),
-            ]
+        return m

@@ -140,7 +140,10 @@ class Host:
                     if name.endswith(("valid", "ready")):
                         raise SimulationError(f"m_axi_{name} = {handle.value}: unknown") from None
                     seen[name] = -1  # a payload that nothing was written to yet
-            memory.sample(seen)
+            if int(dut.rst.value):
+                memory.reset()
+            else:
+                memory.sample(seen)
             await rising
 
     # Registers.

@@ -82,6 +82,11 @@ class AxiMemory:
         self.data = bytearray(self.size)
         self.cycle = 0
         self._random = random.Random(self.seed)
+        self.transferred = {"r": 0, "w": 0}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that was asked for; the contents stay."""
         self._read_answers: dict[int, deque[_Answer]] = {}
         self._writes: deque[_Write] = deque()
         self._words: deque[tuple[int, int, int]] = deque()  # whose address is not known yet
@@ -89,7 +94,6 @@ class AxiMemory:
         self._shown: dict[str, _Answer | None] = {"r": None, "b": None}
         self.driven: dict[str, int] = {}
         self._held: dict[str, tuple[int, ...]] = {}
-        self.transferred = {"r": 0, "w": 0}
 
     @property
     def busy(self) -> bool:
