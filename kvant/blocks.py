@@ -23,6 +23,7 @@ BLOCKS = {
     "kcache": "kvant.kcache:BLOCK",
     "vcache": "kvant.vcache:BLOCK",
     "pq": "kvant.pq:BLOCK",
+    "top": "kvant.top:BLOCK",
 }
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 
@@ -72,6 +73,12 @@ class Block(Protocol):
         ``latency``: cycles by name; ``throughput``: in words or numbers by name; ``streams``: of each stream the
         order of its transfers in words; ``widths``: derived widths by name; ``memory``: layout of what it stores, if
         that is not the layout of weights.
+        """
+
+    def files(self, config: "Config", name: str) -> Mapping[str, str]:
+        """Texts that a generated design called *name* comes with besides those of every block, by file name.
+
+        A block without such files need not have this function.
         """
 
     def vectors(self, config: "Config", seed: int) -> Vectors:

@@ -18,6 +18,7 @@ from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import LINEAR
 from kvant.hw.parameters import ParameterError, Parameters
 from kvant.hw.pq.parameters import PqParameters
+from kvant.hw.soc.parameters import SocParameters
 
 DEFAULT_PRESET = "default"
 
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type[Parameters]] = {
     "linear": LinearParameters,
     "cache": CacheParameters,
     "pq": PqParameters,
+    "soc": SocParameters,
 }
 """Parameter classes that make up a configuration; a field belongs to each class that has it."""
 
@@ -54,6 +56,8 @@ class Config:
         Parameters of the cache blocks and of the memory port.
     pq : QuantizerParameters
         Parameters of the product-quantised cache.
+    soc : SocParameters
+        Parameters of the top around the engines.
     table : tuple of int
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
@@ -66,6 +70,7 @@ class Config:
     linear: LinearParameters
     cache: CacheParameters
     pq: PqParameters
+    soc: SocParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
     stated: frozenset[str] = field(default=frozenset(), compare=False)

@@ -147,7 +147,7 @@ class LinearBlock:
         chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
         p = chosen.linear
         check_arrays(arrays, ARRAYS, group=p.group)
-        tensors = {"x": arrays["x"], **_weights(arrays, chosen)}
+        tensors = {"x": arrays["x"], **quantised_weights(arrays, chosen)}
 
         from kvant.sim.linear import engine
 
@@ -192,7 +192,7 @@ def golden_outputs(p: LinearParameters, arrays: Mapping[str, np.ndarray]) -> dic
     return {"y": y.numpy(), "x_q": x.q.numpy(), "x_scale": x.scale.numpy()}
 
 
-def _weights(arrays: dict[str, np.ndarray], chosen: Config) -> dict[str, np.ndarray]:
+def quantised_weights(arrays: dict[str, np.ndarray], chosen: Config) -> dict[str, np.ndarray]:
     """The quantised weights among *arrays*, or those of ``w``."""
     p = chosen.linear
     given = {name: arrays[name] for name in (*QUANTISED, "w_int8") if name in arrays}

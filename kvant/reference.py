@@ -37,6 +37,7 @@ HEADINGS = {
     "linear": "The linear path",
     "cache": "Caches of keys and values",
     "pq": "Product quantisation",
+    "soc": "The accelerator's top",
 }
 
 NOTES = {
@@ -45,6 +46,7 @@ NOTES = {
     "above. They have no effect on `linear`, which has `rows * cols` lanes.",
     "pq": "Fields of `pq`, which also takes `group`, `lanes`, `head_dim`, `heads`, `sinks`, `centred`, `capacity` "
     "(here the coded tokens whose scores are buffered) and `port_bits` from above.",
+    "soc": "Fields of `top`, which also takes those of `linear`, and `port_bits` from above.",
 }
 
 

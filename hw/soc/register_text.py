@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import textwrap
+from pathlib import Path
 
 from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS, RESERVED_OPCODES, ErrorCode, Flag, Opcode
 from kvant.hw.soc.registers import Register, RegisterMap
@@ -70,6 +71,12 @@ def c_header(registers: RegisterMap) -> str:
     return "\n".join(lines)
 
 
+def c_driver(header: str) -> str:
+    """C driver, header only, that includes the registers' header called *header*."""
+    text = (Path(__file__).parent / "driver.h").read_text(encoding="utf-8")
+    return text.replace("kvant_registers.h", header)
+
+
 def python_module(registers: RegisterMap) -> str:
     """Python module of the same numbers, which needs nothing."""
     lines = [
@@ -109,10 +116,7 @@ def markdown(registers: RegisterMap) -> str:
         "| offset | register | |",
         "|---|---|---|",
     ]
-    lines += [
-        f"| 0x{register.offset:03X} | [{register.name}](#{_anchor(register)}) | {register.doc} |"
-        for register in registers
-    ]
+    lines += [f"| 0x{register.offset:03X} | {register.name} | {register.doc} |" for register in registers]
     lines += ["", "## Fields", ""]
     for register in registers:
         lines += _register_section(register)
@@ -134,8 +138,3 @@ def markdown(registers: RegisterMap) -> str:
         if kind is Opcode:
             lines += [f"| {value} | {name} | reserved, refused |" for name, value in RESERVED_OPCODES.items()]
     return "\n".join([*lines, ""])
-
-
-def _anchor(register: Register) -> str:
-    """How a heading is linked to."""
-    return register.name.lower()

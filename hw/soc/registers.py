@@ -146,6 +146,7 @@ class RegisterMap:
 
 COUNTERS = {
     "CYCLES_BUSY": "cycles in which a descriptor was under way",
+    "CYCLES_LANES": "cycles in which at least one lane of the array worked",
     "CYCLES_INPUT": "cycles in which the engine waited for weights or activations of its job",
     "CYCLES_OUTPUT": "cycles in which an output of the engine waited",
     "BYTES_READ": "bytes read from memory",

@@ -32,7 +32,7 @@ class EngineSignature(wiring.Signature):
 
     Members
     -------
-    cmd, x, w, y, busy, error, nonfinite
+    cmd, x, w, y, busy, error, nonfinite, busy_cycles
         As at the engine.
     reset : out
         The engine is to be reset.
@@ -49,6 +49,7 @@ class EngineSignature(wiring.Signature):
                 "busy": In(1),
                 "error": In(1),
                 "nonfinite": In(1),
+                "busy_cycles": In(32),
                 "reset": Out(1),
             }
         )
@@ -236,8 +237,12 @@ class Shell(wiring.Component):
             before = Signal(name=f"{name}_before")
             m.d.sync += before.eq(flag)
             m.d.comb += getattr(registers, f"error_{name}_set").eq(flag & ~before)
+        # The engine counts for one job only: here, each change of its count.
+        parity = Signal()
+        m.d.sync += parity.eq(engine.busy_cycles[0] & ~engine.reset)
         events = {
             "cycles_busy": sequencer.busy,
+            "cycles_lanes": engine.busy_cycles[0] ^ parity,
             "cycles_input": (engine.w.ready & ~engine.w.valid) | (engine.x.ready & ~engine.x.valid),
             "cycles_output": engine.y.valid & ~engine.y.ready,
             "bytes_read": clients["arbiter"].received,

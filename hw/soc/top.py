@@ -65,6 +65,7 @@ class KvantTop(wiring.Component):
             shell.engine.busy.eq(engine.busy),
             shell.engine.error.eq(engine.error),
             shell.engine.nonfinite.eq(engine.nonfinite),
+            shell.engine.busy_cycles.eq(engine.busy_cycles),
             self.irq.eq(shell.irq),
         ]
         return m

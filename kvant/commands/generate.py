@@ -60,6 +60,7 @@ def register(app: typer.Typer) -> None:
             MANIFEST: _json(make_manifest(design, block, chosen, configuration)),
             f"{name}.core": core_file(name, chosen.summary),
         }
+        files |= chosen.files(configuration, name) if hasattr(chosen, "files") else {}
         if bench or (out / BENCH_VECTORS).exists():  # those of another configuration would be of no use
             vectors = chosen.vectors(configuration, seed)
             files |= {f"bench/{file}": text for file, text in bench_files(design, vectors).items()}

@@ -1,0 +1,155 @@
+"""The accelerator as a block of the product: generated with its register map, simulated through its descriptors."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvant import config
+from kvant.blocks import Vectors
+from kvant.config import Config
+from kvant.errors import InputError
+from kvant.hw.linear.parameters import LinearParameters
+from kvant.hw.parameters import ParameterError
+from kvant.hw.soc.parameters import SocParameters, TopParameters
+from kvant.linear import ARRAYS, LinearBlock, compare, golden_outputs, quantised_weights
+from kvant.tensors import check_arrays, scalar
+
+
+def top_parameters(chosen: Config) -> TopParameters:
+    """Parameters of the top.
+
+    Raises
+    ------
+    InputError
+        The linear path and the memory port do not fit each other.
+    """
+    try:
+        return TopParameters(chosen.linear, chosen.soc)
+    except ParameterError as error:
+        raise InputError(str(error)) from None
+
+
+class TopBlock:
+    """Registers, memory port and sequencer around the linear path; see `kvant.hw.soc.top.KvantTop`."""
+
+    summary = "accelerator: AXI4-Lite registers, descriptors in memory over AXI4, the linear path"
+    fields = tuple(dict.fromkeys((*LinearParameters.model_fields, *SocParameters.model_fields, "coefficients")))
+    held = ()
+
+    def build(self, chosen: Config):
+        """The component, anew at every call."""
+        from kvant.hw.soc.top import KvantTop
+
+        return KvantTop(top_parameters(chosen))
+
+    def parameters(self, chosen: Config) -> Mapping[str, Any]:
+        """The fields of `LinearParameters` and `SocParameters`."""
+        return chosen.linear.model_dump() | chosen.soc.model_dump()
+
+    def facts(self, chosen: Config) -> Mapping[str, Any]:
+        """Throughput, stream orders, widths, and what lies in memory, for the manifest."""
+        from kvant.hw.soc import weight_layout
+        from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS
+
+        p = top_parameters(chosen)
+        linear = LinearBlock().facts(chosen)
+        step = p.soc.port_bytes
+        return {
+            "throughput": {
+                "bytes per cycle at the memory port": step,
+                "multiply-accumulates per cycle": p.linear.lanes,
+                "outputs per cycle to memory": 1,
+            },
+            "streams": {name: linear["streams"][name] for name in ("x", "y")},
+            "widths": linear["widths"],
+            "memory": {
+                "descriptors": {
+                    "bytes": DESCRIPTOR_BYTES,
+                    "byte_order": "little endian",
+                    "fields": [
+                        {"name": field.name, "offset": field.offset, "bits": field.width, "description": field.doc}
+                        for field in FIELDS
+                    ],
+                },
+                "weights": weight_layout.layout(p),
+                "x": {"element": "IEEE 754 binary16", "order": f"rows; each begins at a multiple of {step} bytes"},
+                "y": {"element": "IEEE 754 binary32", "order": f"rows; each begins at a multiple of {step} bytes"},
+            },
+        }
+
+    def files(self, chosen: Config, name: str) -> Mapping[str, str]:
+        """The register map: C header and driver, Python module, page, JSON."""
+        import json
+
+        from kvant.hw.soc import register_text
+        from kvant.hw.soc.registers import register_map
+
+        registers = register_map(top_parameters(chosen))
+        return {
+            f"{name}_registers.h": register_text.c_header(registers),
+            f"{name}_driver.h": register_text.c_driver(f"{name}_registers.h"),
+            f"{name}_registers.py": register_text.python_module(registers),
+            f"{name}_registers.md": register_text.markdown(registers),
+            f"{name}_registers.json": json.dumps(registers.as_dict(), indent=2) + "\n",
+        }
+
+    def vectors(self, chosen: Config, seed: int) -> Vectors:
+        """Refused: the generated bench plays streams, and the top is driven over its buses."""
+        raise InputError("--bench: legal for blocks with streams alone; `kvant simulate top` runs the top")
+
+    def simulate(
+        self,
+        arrays: dict[str, np.ndarray],
+        *,
+        path: Path | None = None,
+        overrides: Iterable[str] = (),
+        simulator: str = "verilator",
+        stall: float = 0.0,
+        seed: int = 0,
+        waves: Path | None = None,
+        check: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Multiply *arrays* on the simulated accelerator: weights and activations in memory, run by descriptors.
+
+        Parameters
+        ----------
+        arrays, path, overrides, simulator, stall, seed, check
+            See `kvant.linear.LinearBlock.simulate`; Amaranth's simulator is not offered.
+        waves
+            Not offered.
+
+        Returns
+        -------
+        dict
+            See `kvant.sim.soc.layer.run`, with the weights as used and 0-d i64 ``group``, ``rows``, ``cols``,
+            ``lanes``.
+
+        Raises
+        ------
+        InputError
+            For an illegal array.
+        ComparisonError
+            If an output differs from the golden model.
+        """
+        if simulator == "amaranth":
+            raise InputError("--simulator amaranth: legal for top are verilator, icarus")
+        if waves is not None:
+            raise InputError("--waves: not offered for top")
+        group = scalar(arrays, "group")
+        chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
+        linear = chosen.linear
+        check_arrays(arrays, ARRAYS, group=linear.group)
+        tensors = {"x": arrays["x"], **quantised_weights(arrays, chosen)}
+
+        from kvant.sim.soc import layer
+
+        result = layer.run(top_parameters(chosen), tensors, simulator=simulator, stall=stall, seed=seed)
+        if check:
+            compare({"y": golden_outputs(linear, tensors)["y"]}, result)
+        shape = {name: np.array(getattr(linear, name), np.int64) for name in ("group", "rows", "cols", "lanes")}
+        return result | {name: array for name, array in tensors.items() if name != "x"} | shape
+
+
+BLOCK = TopBlock()
