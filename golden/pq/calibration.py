@@ -18,7 +18,7 @@ from kvant.golden.numeric.rounding import fp16
 from kvant.golden.pq.cache import check_recent
 from kvant.golden.pq.codebook import Codebook, Partition
 from kvant.golden.pq.train import check_finite, train_codebooks
-from kvant.golden.pq.transform import apply, covariance, output_gram, score_metric, transform
+from kvant.golden.pq.transform import apply, covariance, output_gram, score_metric, second_moments, transform
 
 ROWS = ("key", "value")
 """What codebooks are of."""
@@ -216,7 +216,8 @@ class CodebookCalibrator:
 
         def one(job: tuple[Kind, int]) -> torch.Tensor:
             kind, head = job
-            return transform(metrics[kind.rows][head], spreads[kind.rows][head], kind.subspace)
+            queries = energies[head] if kind.rows == "key" else None
+            return transform(metrics[kind.rows][head], spreads[kind.rows][head], kind.subspace, queries)
 
         with independent_threads() as run:
             dim = rows["key"].shape[-1]
@@ -225,6 +226,7 @@ class CodebookCalibrator:
                 metrics["value"] = gram.unflatten(0, (kv_heads, -1)).sum(1, dtype=torch.float64)
             if "key" in wanted:
                 metrics["key"] = sum(run(cost, observers))
+                energies = sum(run(lambda o: second_moments(o.queries, kv_heads), observers)) / len(observers)
             spreads = {part: torch.stack(run(covariance, rows[part])) for part in wanted}
             jobs = [(kind, head) for kind in self._kinds for head in range(kv_heads)]
             matrices = run(one, jobs)

@@ -3,9 +3,9 @@
 The encoder keeps the squared error of a vector small. What a key's error ``e`` costs is ``(q . e)^2`` summed over the
 queries that attend to it, and a value's ``|W_o e|^2``. With ``k' = A k`` and ``q' = A^-T q`` all scores stay as they
 are, with ``v' = B v`` and ``B^-1`` on the output all results; the cache holds k' and v' and knows nothing of it. A is
-``Q^T C^(1/2)``: C makes the squared error of k' the cost, and the rotation Q makes the channels of k' uncorrelated and
-deals them out so that all sub-spaces have the same product of variances, which is what equal numbers of centroids want
-(optimised product quantisation, Ge et al., CVPR 2013, section 3.2).
+``S Q^T C^(1/2)``: C makes the squared error of k' the cost, and the rotation Q makes the channels of k' uncorrelated
+and deals them out so that all sub-spaces have the same product of variances, which is what equal numbers of centroids
+want (optimised product quantisation, Ge et al., CVPR 2013, section 3.2). S scales sub-spaces, for INT8 rows and queries.
 """
 
 import math
@@ -83,6 +83,12 @@ def covariance(rows: torch.Tensor) -> torch.Tensor:
     return rows.mT @ rows / rows.shape[-2]
 
 
+def second_moments(queries: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Mean of ``q q^T`` f64 [H, d, d] over the query heads and tokens, [Hq, T, d], of each KV head."""
+    rows = by_kv_head(queries, kv_heads).flatten(1, 2).to(torch.float64)
+    return rows.mT @ rows / rows.shape[-2]
+
+
 def balanced_order(variances: torch.Tensor, subspace: int) -> list[int]:
     """Channels by sub-space, so that the products of variances of all sub-spaces are about equal.
 
@@ -106,10 +112,14 @@ def balanced_order(variances: torch.Tensor, subspace: int) -> list[int]:
     return [channel for piece in dealt for channel in piece]
 
 
-def transform(metric: torch.Tensor, spread: torch.Tensor, subspace: int) -> torch.Tensor:
+def transform(
+    metric: torch.Tensor, spread: torch.Tensor, subspace: int, queries: torch.Tensor | None = None
+) -> torch.Tensor:
     """The map A of vectors of one head, for sub-spaces of so many dimensions.
 
-    Its scale keeps the total variance as it is, so that fp16 and INT8 suit the vectors as before.
+    Scales of sub-spaces change no code. With *queries* they are those that make the rounding of INT8 queries and rows
+    cost least: as much as the energies of both, one times the other, which is least where each sub-space has the same
+    share of both. The total variance stays as it is.
 
     Parameters
     ----------
@@ -119,6 +129,8 @@ def transform(metric: torch.Tensor, spread: torch.Tensor, subspace: int) -> torc
         Covariance of the vectors.
     subspace : int
         Dimensions of a sub-space.
+    queries : f64 [d, d], optional
+        Mean of ``q q^T``, where the vectors are keys.
 
     Returns
     -------
@@ -132,8 +144,15 @@ def transform(metric: torch.Tensor, spread: torch.Tensor, subspace: int) -> torc
     variances, axes = torch.linalg.eigh(root @ spread @ root)
     # an axis has no sign of its own: its largest component is made positive
     axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()
-    found = axes[:, balanced_order(variances.clamp(min=0), subspace)].mT @ root
-    before, after = spread.trace(), variances.clamp(min=0).sum()
+    order = balanced_order(variances.clamp(min=0), subspace)
+    found, variances = axes[:, order].mT @ root, variances[order].clamp(min=0)
+    if queries is not None:
+        back = torch.linalg.inv(found)
+        asked = (back.mT @ queries @ back).diagonal().clamp(min=0).view(-1, subspace).sum(-1)
+        given = variances.view(-1, subspace).sum(-1)
+        scale = torch.where((asked > 0) & (given > 0), asked / given, 1.0).pow(0.25).repeat_interleave(subspace)
+        found, variances = scale[:, None] * found, scale.square() * variances
+    before, after = spread.trace(), variances.sum()
     return fp16(found * (before / after).sqrt() if before > 0 and after > 0 else found)
 
 

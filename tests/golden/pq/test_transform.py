@@ -16,6 +16,7 @@ from kvant.golden.pq.transform import (
     inverse,
     output_gram,
     score_metric,
+    second_moments,
     transform,
 )
 
@@ -59,6 +60,30 @@ def test_channels_behind_a_map_are_uncorrelated_and_keep_the_total_variance():
     mapped = found @ spread @ found.mT
     assert float((mapped - torch.diag(mapped.diagonal())).abs().max()) < 1e-2 * float(mapped.diagonal().max())
     assert float(mapped.trace()) == pytest.approx(float(spread.trace()), rel=1e-2)
+
+
+def test_scales_of_subspaces_share_out_queries_and_keys_alike_and_change_no_shape():
+    metric, spread, queries = uneven(3), uneven(5), second_moments(normal(QUERIES, TOKENS, D), HEADS)[0]
+    plain, scaled = (transform(metric, spread, 2, q).double() for q in (None, queries))
+
+    def energies(a):
+        back = torch.linalg.inv(a)
+        return [(m.diagonal().view(-1, 2).sum(-1)) for m in (back.mT @ queries @ back, a @ spread @ a.mT)]
+
+    asked, given = energies(scaled)
+    assert torch.allclose(asked / asked.sum(), given / given.sum(), rtol=2e-2)
+    assert float(given.sum()) == pytest.approx(float(spread.trace()), rel=1e-2)
+    before = energies(plain)
+    assert asked.sum() * given.sum() < 0.9 * before[0].sum() * before[1].sum()
+    ratio = (scaled / plain).view(-1, 2 * D)  # one number for each sub-space
+    assert float(((ratio / ratio.median(-1, keepdim=True).values) - 1).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("queries", [torch.zeros(D, D), torch.eye(D)])
+def test_degenerate_moments_give_a_map_that_can_be_inverted(queries):
+    for spread in (torch.zeros(D, D), torch.diag(torch.arange(D))):
+        found = transform(torch.zeros(D, D).double(), spread.double(), 2, queries.double())
+        assert inverse(found).isfinite().all()
 
 
 def test_without_costs_a_map_is_a_rotation():
