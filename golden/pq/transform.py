@@ -5,7 +5,7 @@ queries that attend to it, and a value's ``|W_o e|^2``. With ``k' = A k`` and ``
 are, with ``v' = B v`` and ``B^-1`` on the output all results; the cache holds k' and v' and knows nothing of it. A is
 ``S Q^T C^(1/2)``: C makes the squared error of k' the cost, and the rotation Q makes the channels of k' uncorrelated
 and deals them out so that all sub-spaces have the same product of variances, which is what equal numbers of centroids
-want (optimised product quantisation, Ge et al., CVPR 2013, section 3.2). S scales sub-spaces, for INT8 rows and queries.
+want (optimised product quantisation, Ge et al., CVPR 2013, section 3.2). S scales sub-spaces, for the sake of INT8.
 """
 
 import math
