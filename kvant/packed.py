@@ -28,9 +28,13 @@ For product-quantised caches, if codebooks were trained; KIND as in `kvant.golde
 ======================= ============================ =================================================================
 tensor                  type                         contents
 ======================= ============================ =================================================================
-pq.key_mean             f16 [L, H, d]                mean of the keys after RoPE, subtracted before they are coded
+pq.key_mean             f16 [L, H, d]                mean of the keys after RoPE; it, or ``fp16(A mean)`` where there
+                                                     is a map, is subtracted before they are coded
 pq.KIND.entries         i8 [L, H, M, 2^nbits, d/M]   centroids of every layer, head and sub-space
 pq.KIND.scale           f16 [L, H]                   what an entry is multiplied by
+pq.KIND.transform       f16 [L, H, d, d]             only where there is a map: A. The host gives the cache ``A k`` for
+                                                     a key after RoPE and ``A^-T q`` for a query, or ``A v`` for a value
+                                                     and takes ``A^-1 y`` for an output y
 ======================= ============================ =================================================================
 
 The metadata entry ``kvant`` is a JSON object: ``format`` and ``version`` of this layout, ``configuration``, ``source``
@@ -68,7 +72,7 @@ _CACHE = "cache"
 _CACHE_VECTORS = ("key_mean", "key_floor", "value_floor")
 _CACHE_PARTS = {"coefficients": "U8", "thresholds": "U16"} | dict.fromkeys(_CACHE_VECTORS, "F16")
 _PQ = "pq"
-_PQ_PARTS = {"entries": "I8", "scale": "F16", "key_mean": "F16"}
+_PQ_PARTS = {"entries": "I8", "scale": "F16", "key_mean": "F16", "transform": "F16"}
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ def _pq_planes(codebooks: "ModelCodebooks") -> dict[str, "torch.Tensor"]:
     planes = {"key_mean": codebooks.key_mean}
     for kind, book in codebooks.books.items():
         planes |= {f"{kind}.entries": book.entries, f"{kind}.scale": book.scale}
+    planes |= {f"{kind}.transform": matrix for kind, matrix in codebooks.transforms.items()}
     return {name: plane.contiguous() for name, plane in planes.items()}
 
 
@@ -376,6 +381,8 @@ def _unpack_cache(entry: dict, parts: dict[str, "torch.Tensor"]) -> "CacheTables
 
 
 def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCodebooks":
+    import torch
+
     from kvant.golden.numeric.tensors import check_shape
     from kvant.golden.pq.calibration import Kind, ModelCodebooks
     from kvant.golden.pq.codebook import Codebook
@@ -384,7 +391,7 @@ def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCo
     for name in ("key_mean", *(f"{kind}.{part}" for kind in kinds for part in ("entries", "scale"))):
         if name not in parts:
             raise TensorError(f"{_PQ}.{name} is missing; without it the cache has no value")
-    mean, books = parts["key_mean"], {}
+    mean, books, transforms = parts["key_mean"], {}, {}
     if not bool(mean.isfinite().all()):
         raise TensorError(f"{_PQ}.key_mean: legal are finite values")
     for kind in kinds:
@@ -397,7 +404,12 @@ def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCo
             )
         check_shape(book.scale, f"{name}.scale", tuple(mean.shape[:-1]))
         books[kind] = book
-    return ModelCodebooks(entry["sinks"], mean, books)
+        if (matrix := parts.get(f"{kind}.transform")) is not None:
+            check_shape(matrix, f"{name}.transform", (*mean.shape, mean.shape[-1]))
+            if not bool(matrix.isfinite().all()) or bool((torch.linalg.det(matrix.double()) == 0).any()):
+                raise TensorError(f"{name}.transform: legal are finite values that can be inverted")
+            transforms[kind] = matrix
+    return ModelCodebooks(entry["sinks"], mean, books, transforms)
 
 
 def _canonical(value: dict) -> str:

@@ -11,7 +11,7 @@ from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.calibration import KINDS, CacheTables
 from kvant.golden.kvcache.integer import IntegerAttention
 from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
-from kvant.golden.pq.calibration import Kind, ModelCodebooks
+from kvant.golden.pq.calibration import ModelCodebooks
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,16 @@ def _mant(name: str, description: str, keys: str, values: str, *, integer: bool 
     return CacheFormat(name, description, stores, calibrated=True, integer=integer)
 
 
+def pq_store(books: ModelCodebooks, kind: str, group: int, sinks: int, recent: int) -> Pq:
+    """The product-quantised store of a kind, behind its map if it has one."""
+    return Pq(books.layers(kind), group, books.mean(kind), sinks, recent, books.transforms.get(kind))
+
+
 def _pq(name: str, description: str, keys: str, values: str, *, integer: bool = True) -> CacheFormat:
     def stores(settings: CacheSettings) -> Pair:
         books = settings.trained((keys, values))
-        means = {"key": books.key_mean, "value": None}
-        pair = (
-            Pq(books.layers(kind), settings.group, means[Kind.of(kind).rows], settings.sinks, settings.recent)
-            for kind in (keys, values)
-        )
-        return tuple(pair)
+        options = settings.group, settings.sinks, settings.recent
+        return tuple(pq_store(books, kind, *options) for kind in (keys, values))
 
     return CacheFormat(name, description, stores, integer=integer, codebooks=(keys, values))
 

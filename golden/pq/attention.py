@@ -25,6 +25,7 @@ from kvant.golden.pq.cache import check_recent, fresh_rows, pq_cache
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.encode import encode
 from kvant.golden.pq.scores import quantize_query, read_out, value_bins
+from kvant.golden.pq.transform import apply, inverse
 
 _POSITIONS = 64  # at a time: what is made for them stays near the caches
 _FLOAT_POSITIONS = 256
@@ -68,6 +69,9 @@ class Pq(Store):
         First tokens that stay INT8.
     recent : int
         Newest tokens that stay INT8.
+    transform : f16 [L, H, d, d], optional
+        Map A that rows take before anything else, applied by the host: what the store holds and gives is ``A x``.
+        `meet` and `leave` are the maps of the queries and of the outputs that belong to it.
     """
 
     codebooks: tuple[Codebook, ...]
@@ -75,15 +79,31 @@ class Pq(Store):
     mean: torch.Tensor | None = None
     sinks: int = 0
     recent: int = 0
+    transform: torch.Tensor | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "_inverse", None if self.transform is None else inverse(self.transform))
+
+    def _enter(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Rows f16 [H, T, d] at the port."""
+        return to_port(x if self.transform is None else apply(self.transform[layer], x))
+
+    def meet(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Queries f32 [H, R, T, d] that give mapped keys the scores of the keys: ``A^-T q``."""
+        return queries if self.transform is None else apply(self._inverse[layer].mT[:, None], queries)
+
+    def leave(self, layer: int, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs f32 [H, R, T, d] of the values from those of mapped values: ``A^-1 y``."""
+        return outputs if self.transform is None else apply(self._inverse[layer][:, None], outputs)
 
     def view(self, layer: int, x: torch.Tensor) -> View:
-        x, mean = to_port(x), None if self.mean is None else self.mean[layer]
+        x, mean = self._enter(layer, x), None if self.mean is None else self.mean[layer]
         coded = pq_cache(x, self.codebooks[layer], group=self.group, mean=mean, sinks=self.sinks).dequantize()
         return View(coded, int8_rows(*fresh_rows(x, self.group, mean), self.group))
 
     def hold(self, layer: int, x: torch.Tensor) -> Held:
         """The rows f32 [H, T, d] of *layer*, each coded and as INT8."""
-        x, mean = to_port(x), None if self.mean is None else self.mean[layer]
+        x, mean = self._enter(layer, x), None if self.mean is None else self.mean[layer]
         codebook = self.codebooks[layer].match(tuple(x.shape[:-2]), "x")
         codes = encode(x, codebook, mean=mean)
         levels = replace(codebook, scale=torch.ones_like(codebook.scale)).decode(codes)
@@ -93,6 +113,8 @@ class Pq(Store):
         fresh = 8 + 16 * math.ceil(head_dim / self.group) / head_dim
         partition = self.codebooks[0].partition
         once = 8 * partition.codebook_bytes / head_dim
+        if self.transform is not None:
+            once += 16 * head_dim
         return Footprint(partition.bits_per_element, fresh, fresh, 1, self.sinks, sequence=once, recent=self.recent)
 
 
@@ -144,7 +166,7 @@ class PqAttention(_Attention):
             raise TensorError("keys and values: legal are two product-quantised caches with groups of one size")
 
     def _attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        groups = quantize_query(to_port(by_kv_head(queries, keys.shape[0])))
+        groups = quantize_query(to_port(self.keys.meet(layer, by_kv_head(queries, keys.shape[0]))))
         keys, values = self.keys.hold(layer, keys), self.values.hold(layer, values)
         tokens = queries.shape[1]
         mixed = torch.empty(groups.q.shape)
@@ -152,7 +174,7 @@ class PqAttention(_Attention):
             part = slice(first, min(first + _POSITIONS, tokens))
             some = Int8Groups(groups.q[:, :, part], groups.scale[:, :, part], groups.nonfinite)
             mixed[:, :, part] = self._mix(self._logarithms(some, keys, part), values, part)
-        return mixed.reshape(queries.shape)
+        return self.values.leave(layer, mixed).reshape(queries.shape)
 
     def _seen(self, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that queries meet, and those that they meet as INT8 rows, bool [n, positions.stop]."""
@@ -238,6 +260,8 @@ class FloatPqAttention(_Attention):
 
     def _attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         grouped = by_kv_head(queries, keys.shape[0])
+        if isinstance(self.keys, Pq):
+            grouped = self.keys.meet(layer, grouped)
         if not self._exact_queries:
             groups = quantize_query(to_port(grouped))
             grouped = groups.q * groups.scale.float()[..., None]
@@ -253,6 +277,8 @@ class FloatPqAttention(_Attention):
             scores = torch.where(recent, q @ fresh.mT, q @ coded.mT) + causal_mask(first, last)
             weights = (scores - scores.amax(-1, keepdim=True)).exp() * WEIGHT_SCALE
             mixed[..., first:last, :] = self._mix(weights, recent, values, last)
+        if isinstance(self.values, Pq):
+            mixed = self.values.leave(layer, mixed)
         return mixed.reshape(queries.shape)
 
     def _mix(self, weights: torch.Tensor, recent: torch.Tensor, values: View, last: int) -> torch.Tensor:

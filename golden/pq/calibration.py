@@ -1,20 +1,24 @@
-"""Codebooks of a whole model from calibration text: per layer, keys or values, and head.
+"""Codebooks of a whole model from calibration text, and the maps ahead of them: per layer, keys or values, and head.
 
 Windows of the text should be as long as the use, and the text another than that of the evaluation.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from kvant.golden.errors import TensorError
+from kvant.golden.kvcache.attention import to_port
 from kvant.golden.kvcache.calibration import KeysAndValues
 from kvant.golden.kvcache.rows import check_sinks
+from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.rounding import fp16
+from kvant.golden.pq.cache import check_recent
 from kvant.golden.pq.codebook import Codebook, Partition
-from kvant.golden.pq.train import train_codebooks
+from kvant.golden.pq.train import check_finite, train_codebooks
+from kvant.golden.pq.transform import apply, covariance, output_gram, score_metric, second_moments, transform
 
 ROWS = ("key", "value")
 """What codebooks are of."""
@@ -67,14 +71,24 @@ class ModelCodebooks:
     sinks : int
         First tokens of a sequence that took no part.
     key_mean : f16 [L, H, d]
-        Subtracted from keys before they are cached.
+        Of the keys as the model makes them; `mean` gives what is subtracted before they are cached.
     books : dict of str to Codebook
         By name of the kind; leading axes [L, H].
+    transforms : dict of str to f16 [L, H, d, d]
+        By name of the kind, the map A that vectors take before they are cached; a kind without one takes them as they
+        are. See `kvant.golden.pq.transform`.
     """
 
     sinks: int
     key_mean: torch.Tensor
     books: dict[str, Codebook]
+    transforms: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def mean(self, kind: str) -> torch.Tensor | None:
+        """What is subtracted from (mapped) vectors of a kind, f16 [L, H, d]; None for values."""
+        if Kind.of(kind).rows != "key":
+            return None
+        return mapped_mean(self.key_mean, self.transforms.get(kind))
 
     def layers(self, kind: str) -> tuple[Codebook, ...]:
         """The codebooks of a kind, by layer.
@@ -90,6 +104,19 @@ class ModelCodebooks:
         return tuple(book.at(layer) for layer in range(book.leading[0]))
 
 
+class Activations(KeysAndValues):
+    """Observer of a layer on one window of text that keeps its queries, f32 [Hq, T, d], too."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries: torch.Tensor | None = None
+
+    def __call__(self, name: str, value: torch.Tensor) -> None:
+        super().__call__(name, value)
+        if name.endswith(".queries"):
+            self.queries = value[0]
+
+
 class CodebookCalibrator:
     """Trains codebooks, layer by layer, from what `kvant.golden.models.calibration.observe_layers` shows.
 
@@ -99,6 +126,13 @@ class CodebookCalibrator:
         See `Kind.of`.
     sinks : int
         First tokens of every window that are left out, as they will be INT8 sinks.
+    maps : bool
+        Find maps ahead of the codebooks; else vectors are coded as they are.
+    recent : int
+        Newest tokens that queries are taken to meet as INT8 rows, where errors of keys are weighed for the maps.
+    output : callable, optional
+        Gives the output projection f32 [hidden, Hq * d] of a layer's number, which weighs errors for the maps; default
+        identity.
     seed, iterations, most_samples
         As in `train_codebooks`.
     """
@@ -108,6 +142,9 @@ class CodebookCalibrator:
         kinds: Sequence[str],
         *,
         sinks: int = 4,
+        maps: bool = True,
+        recent: int = 64,
+        output: Callable[[int], torch.Tensor] | None = None,
         seed: int = 0,
         iterations: int | None = None,
         most_samples: int | None = None,
@@ -115,22 +152,24 @@ class CodebookCalibrator:
         self._kinds = [Kind.of(name) for name in dict.fromkeys(kinds)]
         if not self._kinds:
             raise TensorError("codebooks: no kind; legal is one or more, as in key_2x8")
-        self._sinks = check_sinks(sinks)
+        self._sinks, self._recent = check_sinks(sinks), check_recent(recent)
+        self._maps, self._output = maps, output
         self._options = {"seed": seed, "iterations": iterations, "most_samples": most_samples}
         self._means: list[torch.Tensor] = []
         self._books: dict[str, list[Codebook]] = {kind.name: [] for kind in self._kinds}
+        self._transforms: dict[str, list[torch.Tensor]] = {kind.name: [] for kind in self._kinds if maps}
 
     @staticmethod
-    def observer() -> KeysAndValues:
+    def observer() -> Activations:
         """An observer of one layer on one window."""
-        return KeysAndValues()
+        return Activations()
 
     def check(self, head_dim: int) -> None:
         """Refuse kinds that do not cut *head_dim*, before the work."""
         for kind in self._kinds:
             Partition.of(head_dim, kind.subspace, kind.nbits)
 
-    def add(self, observers: Iterable[KeysAndValues]) -> None:
+    def add(self, observers: Iterable[Activations]) -> None:
         """Train the codebooks of the next layer.
 
         Raises
@@ -145,14 +184,56 @@ class CodebookCalibrator:
             torch.cat([getattr(observer, part)[:, self._sinks :] for observer in observers], dim=-2)
             for part in ("keys", "values")
         )
+        layer = len(self._means)
+        rows = {"key": keys, "value": values}
+        for part, x in rows.items():
+            check_finite(x, f"layer {layer} {part}s")
         mean = fp16(keys.mean(-2, dtype=torch.float64))
         self._means.append(mean)
+        found = self._find_maps(layer, observers, rows) if self._maps else {}
         for kind in self._kinds:
-            rows, centre = (keys, mean) if kind.rows == "key" else (values, None)
-            name = f"layer {len(self._means) - 1} {kind.rows}s"
+            x, matrix = rows[kind.rows], found.get(kind.name)
+            centre = mapped_mean(mean, matrix) if kind.rows == "key" else None
+            if matrix is not None:
+                x = to_port(apply(matrix, x))
+                self._transforms[kind.name].append(matrix)
+            name = f"layer {layer} {kind.rows}s"
             self._books[kind.name].append(
-                train_codebooks(rows, subspace=kind.subspace, nbits=kind.nbits, mean=centre, name=name, **self._options)
+                train_codebooks(x, subspace=kind.subspace, nbits=kind.nbits, mean=centre, name=name, **self._options)
             )
+
+    def _find_maps(
+        self, layer: int, observers: list[Activations], rows: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Maps f16 [H, d, d] of the layer by name of the kind."""
+        kv_heads, heads = rows["key"].shape[0], observers[0].queries.shape[0]
+        gram = None if self._output is None else output_gram(self._output(layer), heads)
+        wanted = {kind.rows for kind in self._kinds}
+
+        def cost(observer: Activations) -> torch.Tensor:
+            window = observer.queries, observer.keys, observer.values
+            return score_metric(*window, gram, sinks=self._sinks, recent=self._recent)
+
+        def one(job: tuple[Kind, int]) -> torch.Tensor:
+            kind, head = job
+            queries = energies[head] if kind.rows == "key" else None
+            return transform(metrics[kind.rows][head], spreads[kind.rows][head], kind.subspace, queries)
+
+        with independent_threads() as run:
+            dim = rows["key"].shape[-1]
+            metrics = {"value": torch.eye(dim, dtype=torch.float64).expand(kv_heads, dim, dim)}
+            if gram is not None:
+                metrics["value"] = gram.unflatten(0, (kv_heads, -1)).sum(1, dtype=torch.float64)
+            if "key" in wanted:
+                metrics["key"] = sum(run(cost, observers))
+                energies = sum(run(lambda o: second_moments(o.queries, kv_heads), observers)) / len(observers)
+            spreads = {part: torch.stack(run(covariance, rows[part])) for part in wanted}
+            jobs = [(kind, head) for kind in self._kinds for head in range(kv_heads)]
+            matrices = run(one, jobs)
+        return {
+            kind.name: torch.stack(matrices[number * kv_heads : (number + 1) * kv_heads])
+            for number, kind in enumerate(self._kinds)
+        }
 
     def result(self) -> ModelCodebooks:
         """Codebooks of the layers added so far."""
@@ -160,4 +241,12 @@ class CodebookCalibrator:
             name: Codebook(torch.stack([b.entries for b in layers]), torch.stack([b.scale for b in layers]))
             for name, layers in self._books.items()
         }
-        return ModelCodebooks(self._sinks, torch.stack(self._means), books)
+        transforms = {name: torch.stack(layers) for name, layers in self._transforms.items()}
+        return ModelCodebooks(self._sinks, torch.stack(self._means), books, transforms)
+
+
+def mapped_mean(mean: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    """``fp16(A mean)`` of a mean f16 [..., d] and a map f16 [..., d, d], or the mean itself without one."""
+    if matrix is None:
+        return mean
+    return to_port((matrix.to(torch.float64) * mean.to(torch.float64)[..., None, :]).sum(-1))

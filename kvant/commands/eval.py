@@ -343,7 +343,8 @@ def _job(checkpoint, pieces, names, settings: "CacheSettings", quantised) -> str
             state.update(vector.contiguous().numpy().tobytes())
     if (books := settings.codebooks) is not None:
         state.update(f"{settings.recent} {books.sinks} {sorted(books.books)}".encode())
-        for vector in (books.key_mean, *(p for _, b in sorted(books.books.items()) for p in (b.entries, b.scale))):
+        planes = [p for _, b in sorted(books.books.items()) for p in (b.entries, b.scale)]
+        for vector in (books.key_mean, *planes, *(a for _, a in sorted(books.transforms.items()))):
             state.update(vector.contiguous().numpy().tobytes())
     for name, w in (quantised.tensors if quantised is not None else {}).items():
         state.update(f"{name} {w.group}".encode())

@@ -68,6 +68,8 @@ class Recipe:
         Second moment that chooses coefficients in the caches.
     codebooks : tuple of str
         Kinds of codebooks trained for product-quantised caches, as ``key_2x8``.
+    maps : bool
+        Train codebooks behind maps of keys and values that the host applies.
     """
 
     group: int
@@ -81,6 +83,7 @@ class Recipe:
     sinks: int = SINKS
     statistic: Literal["variance", "moment"] = "variance"
     codebooks: tuple[str, ...] = ()
+    maps: bool = True
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,12 @@ def quantize(
             "Needs --calibrate.",
         ),
     ] = None,
+    maps: Annotated[
+        bool,
+        typer.Option(
+            "--maps/--no-maps", help="Train codebooks for keys and values behind linear maps, which the host applies."
+        ),
+    ] = Recipe.maps,
 ) -> None:
     """Quantise the linear weights of MODEL to M-ANT, and with a calibration text fit the tables of its caches.
 
@@ -237,6 +246,7 @@ def quantize(
         sinks=sinks,
         statistic=settings.cache.statistic,
         codebooks=tuple(kind.strip() for kind in codebooks.split(",")) if codebooks is not None else (),
+        maps=maps,
     )
     _check_output(output, model)
     checkpoint = open_model(model)
@@ -438,6 +448,7 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
         "sinks": recipe.sinks,
         "statistic": recipe.statistic,
         "codebooks": list(recipe.codebooks),
+        "maps": recipe.maps,
         "calibration": described,
     }
     return configuration, windows
@@ -457,7 +468,12 @@ def codebook_calibrator(recipe: Recipe, checkpoint: "Checkpoint"):
     if not recipe.codebooks:
         return None
     try:
-        calibrator = CodebookCalibrator(recipe.codebooks, sinks=recipe.sinks)
+        calibrator = CodebookCalibrator(
+            recipe.codebooks,
+            sinks=recipe.sinks,
+            maps=recipe.maps,
+            output=lambda layer: checkpoint.weight(f"model.layers.{layer}.self_attn.o_proj.weight"),
+        )
         calibrator.check(checkpoint.config.head_dim)
     except TensorError as error:
         raise InputError(f"--codebooks: {error}") from None
@@ -495,10 +511,10 @@ def _calibrate(
     long_enough = not names or max(len(window) for window in windows) >= max(recipe.group, recipe.sinks + 1)
 
     class Both:
-        """Observer for moments and caches."""
+        """Observer for moments and caches; the one of codebooks keeps more than that of tables."""
 
         def __init__(self):
-            self.moments, self.caches = moments.observer(), caches.observer()
+            self.moments, self.caches = moments.observer(), (codebooks or caches).observer()
 
         def __call__(self, name, value) -> None:
             self.moments(name, value)
@@ -528,7 +544,8 @@ def _cache_summary(cache: "CacheTables | None", recipe: Recipe) -> str:
 
 def _codebook_summary(codebooks: "ModelCodebooks") -> str:
     sizes = [f"{kind} ({book.entries.nbytes + book.scale.nbytes:,} bytes)" for kind, book in codebooks.books.items()]
-    return f"codebooks of {len(codebooks.key_mean)} layers: {', '.join(sizes)}"
+    text = f"codebooks of {len(codebooks.key_mean)} layers: {', '.join(sizes)}"
+    return text + ("; keys and values pass through maps first" if codebooks.transforms else "")
 
 
 def _described(report: TensorReport) -> str:

@@ -6,7 +6,6 @@ from tiny_models import random_tensors, write_folder
 
 from kvant import cli, packed
 from kvant.errors import InputError
-from kvant.golden.kvcache.calibration import KeysAndValues
 from kvant.golden.models.calibration import calibration_windows, observe_layers
 from kvant.golden.models.checkpoint import open_model
 from kvant.golden.pq.calibration import CodebookCalibrator
@@ -47,14 +46,17 @@ def test_the_file_holds_what_training_on_the_same_windows_gives(folder):
     assert found.configuration["codebooks"] == KINDS.split(",")
     checkpoint = open_model(folder / "tiny")
     windows = calibration_windows(checkpoint, TEXT[::-1] * 3, 16384, 64)
-    calibrator = CodebookCalibrator(KINDS.split(","))
-    for _, observers in observe_layers(checkpoint, windows, KeysAndValues):
+    calibrator = CodebookCalibrator(
+        KINDS.split(","), output=lambda layer: checkpoint.weight(f"model.layers.{layer}.self_attn.o_proj.weight")
+    )
+    for _, observers in observe_layers(checkpoint, windows, calibrator.observer):
         calibrator.add(observers)
     expected = calibrator.result()
     assert torch.equal(found.codebooks.key_mean, expected.key_mean)
     for kind, book in expected.books.items():
         assert torch.equal(found.codebooks.books[kind].entries, book.entries)
         assert torch.equal(found.codebooks.books[kind].scale, book.scale)
+        assert torch.equal(found.codebooks.transforms[kind], expected.transforms[kind])
 
 
 def test_a_file_survives_a_round_trip_and_refuses_damage(folder, tmp_path):
@@ -82,8 +84,9 @@ def test_case_18_product_quantised_formats_differ_and_count_their_codebooks(fold
     bits, stored, *_ = (float(cell) for cell in rows["pq4"])
     assert bits == 4
     assert float(rows["pq4_2"][0]) == 3
-    # 36 coded tokens, 8 recent and 4 sinks of a head of 8 elements with one scale, and 256 x 8 entries with one scale
-    assert stored == pytest.approx((40 * 4 + 8 * 10 + 4 * 10 + 8 * 2050 / 8) / 48, abs=1e-3)
+    # 36 coded tokens, 8 recent and 4 sinks of a head of 8 elements with one scale, 256 x 8 entries with one scale, and
+    # a map of 8 x 8 fp16
+    assert stored == pytest.approx((40 * 4 + 8 * 10 + 4 * 10 + 8 * (2050 + 128) / 8) / 48, abs=1e-3)
     divergence = {name: float(rows[name][5]) for name in ("int8", "pq4", "pq4_2")}
     assert 0 < divergence["int8"] < divergence["pq4"] < divergence["pq4_2"]
 
@@ -111,3 +114,31 @@ def test_what_cannot_be_is_refused(folder, tmp_path):
     assert "--codebooks KINDS" in message
     message = refused(*evaluation, "pq2", "--tables", folder / "tables.safetensors")
     assert "key_4x8" in message
+
+
+def test_maps_can_be_left_out(folder, tmp_path):
+    target = tmp_path / "plain.safetensors"
+    call(
+        "quantize", folder / "tiny", "-o", target, "--cache-only", "--calibrate", folder / "calibration.txt",
+        "--group", "16", "--window", "64", "--codebooks", "key_2x8", "--no-maps",
+    )  # fmt: skip
+    found = packed.load(target)
+    assert found.codebooks.transforms == {}
+    assert found.configuration["maps"] is False
+    assert torch.equal(found.codebooks.mean("key_2x8"), found.codebooks.key_mean)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda a: a * 0, "can be inverted"),
+        (lambda a: a * float("nan"), "finite"),
+        (lambda a: a[..., :4], "shape"),
+    ],
+)
+def test_maps_that_cannot_be_used_are_refused(folder, tmp_path, change, text):
+    found = packed.load(folder / "tables.safetensors")
+    found.codebooks.transforms["value_2x8"] = change(found.codebooks.transforms["value_2x8"])
+    packed.save(tmp_path / "bad.safetensors", {}, {}, found.source, None, found.codebooks)
+    with pytest.raises(InputError, match=rf"pq\.value_2x8\.transform.*{text}"):
+        packed.load(tmp_path / "bad.safetensors")
