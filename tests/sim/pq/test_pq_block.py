@@ -208,6 +208,56 @@ def test_commands_for_scores_alone_between_others():
         assert trace.status["error"] == 0
 
 
+def play_modes(p, tokens, modes, *, factory=PqAttention, stall=0.0, **options):
+    """Commands over one sequence, one for each query, in these modes: outputs and scores, as simulated and as golden.
+
+    A mode is "table", "decode" or "scores" (alone).
+    """
+    k, v, q = rows_of(p, tokens, len(modes))
+    tables, history = random_tables(p, seed=3), sim.history_of(p, tokens)
+    attends = [
+        sim.Attend(q[n : n + 1], history, values=mode != "scores", decode=mode == "decode")
+        for n, mode in enumerate(modes)
+    ]
+    play = sim.stimulus(p, sim.sequence(k, v), attends, {0: tables})
+    trace = simulate(lambda: factory(p), "pq", play, stall=stall, **options)
+    golden = {mode: golden_outputs(p, k, v, q, tables, mode=mode) for mode in ("table", "decode")}
+    out = [golden[mode]["out"][n] for n, mode in enumerate(modes) if mode != "scores"]
+    scores = [golden["table"]["scores"][n] for n, mode in enumerate(modes) if mode != "decode"]
+    assert trace.status["error"] == 0 and trace.status["busy"] == 0
+    return (
+        np.array(trace.transfers["out"]["data"], np.uint32).reshape(-1, p.head_dim),
+        np.array(out).view(np.uint32),
+        sim.scores_of(p, trace, attends, tokens),
+        np.array(scores),
+    )
+
+
+MIXED = ["table", "decode", "decode", "scores", "table", "decode", "scores", "decode", "table", "table"]
+
+DECODING = {
+    "windows": (WINDOWS.model_copy(update={"decode_tokens": 40}), 30),
+    "empty ring": (TINY.model_copy(update={"decode_tokens": 64}), 24),
+    "nothing coded": (WINDOWS.model_copy(update={"decode_tokens": 1}), 6),
+    "packed codes": (PACKED.model_copy(update={"decode_tokens": 100}), 50),
+    "two groups": (
+        PqParameters(head_dim=128, lanes=8, nbits=4, port_bits=128, batch=4, capacity=64, recent=3, decode_tokens=32),
+        24,
+    ),
+}
+
+
+@pytest.mark.parametrize(("simulator", "stall"), [("verilator", 0.0), ("verilator", 0.3), ("icarus", 0.2)])
+@pytest.mark.parametrize("name", DECODING)
+def test_commands_of_both_modes_in_any_order(name, simulator, stall):
+    if simulator == "icarus" and name in ("two groups", "packed codes"):
+        pytest.skip("long in Icarus")
+    p, tokens = DECODING[name]
+    out, want, scores, want_scores = play_modes(p, tokens, MIXED, simulator=simulator, stall=stall, seed=4)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(scores, want_scores)
+
+
 @pytest.mark.parametrize("p", [PqParameters(), PACKED, WINDOWS.model_copy(update={"heads": 3, "q_parallel": 3})])
 def test_every_tool_is_silent(p, tmp_path):
     (tmp_path / "pq.sv").write_text(emit(PqAttention(p), "pq").verilog)
