@@ -25,8 +25,12 @@ ARRAYS = [
     ArraySpec("codebook_v_scale", "float16", ("1",)),
     ArraySpec("mean", "float16", ("d",)),
     *(ArraySpec(name, "integer") for name in ("group", "sinks", "recent")),
+    ArraySpec("mode", "str"),
 ]
-"""What ``kvant simulate pq`` takes: keys, values and queries of one head, codebooks, a mean."""
+"""What ``kvant simulate pq`` takes: keys, values and queries of one head, codebooks, a mean, a mode."""
+
+MODES = ("table", "decode")
+"""What becomes of codes: look-ups in tables and additions to bins, or INT8 rows."""
 
 NUMBER_ARRAYS = ("group", "sinks", "recent")
 """Fields of the configuration that may be given as arrays."""
@@ -81,12 +85,13 @@ class PqBlock:
                 "encode_codebook": "the codebook of the head and store, for each batch that is coded",
                 "codes": "words of codes; user: address in words of the port within the codes of head and store",
                 "cmd": "a batch of queries: coded tokens to read from memory (history), queries (count), head, whether "
-                "to mix values",
+                f"to mix values, whether to decode the history to rows (up to {p.decode_tokens} tokens)",
                 "q": "fp16 queries, row_transfers transfers each, count for every command",
                 "codebook_k": "for each command with a history: the codebook of the keys",
                 "codebook_v": "for each command with a history that mixes values: the codebook of the values",
                 "history": "for each command with a history: its words of codes of the keys, then of the values",
-                "scores": "integer scores of the coded tokens: for each frame, token by token, query by query",
+                "scores": "integer scores of the coded tokens, for each command that does not decode them: for each "
+                "frame, token by token, query by query",
                 "out": "fp32 outputs, element by element, query by query",
             },
             "memory": {
@@ -146,7 +151,8 @@ class PqBlock:
         arrays : dict
             See `ARRAYS`; given ones replace the configuration's, codebooks its `subspace` and `nbits`. Codebooks that
             are not given are trained on the keys, or values, themselves. With a mean, keys are centred. Without values
-            there are scores alone.
+            there are scores alone. A `mode` "decode" answers the queries from decoded rows; then `decode_tokens` is the
+            number of tokens if the configuration has none.
         path, overrides
             Configuration, see `kvant.config.load`.
         simulator, stall, seed, waves
@@ -163,13 +169,14 @@ class PqBlock:
         Raises
         ------
         InputError
-            For an illegal array, or more tokens than the cache holds.
+            For an illegal array, or more tokens than the cache holds, or decodes.
         ComparisonError
             If an output differs from the golden model.
         """
         from kvant.sim.pq import attention as sim
 
         lengths = check_arrays(arrays, ARRAYS, group=1)
+        mode = _mode(arrays)
         chosen = _configuration(arrays, path, overrides, lengths)
         p = chosen.pq
         history = sim.history_of(p, lengths["T"])
@@ -178,12 +185,14 @@ class PqBlock:
                 f"array k: {lengths['T']} tokens; legal is up to {p.tokens + p.sinks + p.recent} "
                 f"(capacity = {p.tokens}, {p.sinks} sinks, {p.recent} recent)"
             )
+        if mode == "decode":
+            p = _with_decoder(p, history)
         tables = _tables(p, arrays)
         options = {"simulator": simulator, "stall": stall, "seed": seed, "waves": waves}
         k, v, q = arrays["k"], arrays.get("v"), arrays["q"]
-        result = sim.run(p, k, v, q, tables, **options)
+        result = sim.run(p, k, v, q, tables, mode=mode, **options)
         if check:
-            compare(golden_outputs(p, k, v, q, tables), result)
+            compare(golden_outputs(p, k, v, q, tables, mode=mode), result)
         stores = ("k",) if v is None else ("k", "v")
         books = {f"codebook_{name}": tables.entries[store] for store, name in enumerate(stores)}
         books |= {f"codebook_{name}_scale": tables.scales[store].reshape(1) for store, name in enumerate(stores)}
@@ -191,6 +200,23 @@ class PqBlock:
 
 
 BLOCK = PqBlock()
+
+
+def _mode(arrays: Mapping[str, np.ndarray]) -> str:
+    """The mode among *arrays*; "table" if there is none."""
+    mode = str(arrays.get("mode", MODES[0]))
+    if mode not in MODES:
+        raise InputError(f"array mode: {mode}; legal is one of {', '.join(MODES)}")
+    return mode
+
+
+def _with_decoder(p: PqParameters, history: int) -> PqParameters:
+    """These parameters with a decoder that is long enough, if they have none; a refusal if theirs is too short."""
+    if not p.decode_tokens:
+        return p.model_copy(update={"decode_tokens": max(1, history)})
+    if p.decode_tokens < history:
+        raise InputError(f"decode_tokens = {p.decode_tokens}: legal with {history} coded tokens is {history} or more")
+    return p
 
 
 def _configuration(
@@ -281,7 +307,7 @@ def random_tables(p: PqParameters, *, seed: int):
 
 
 def golden_outputs(
-    p: PqParameters, k: np.ndarray, v: np.ndarray | None, q: np.ndarray, tables
+    p: PqParameters, k: np.ndarray, v: np.ndarray | None, q: np.ndarray, tables, *, mode: str = "table"
 ) -> dict[str, np.ndarray]:
     """The arrays of `kvant.sim.pq.attention.run` from the golden model."""
     from kvant.golden.pq.cache import pq_cache
@@ -298,7 +324,7 @@ def golden_outputs(
         scores, nonfinite = keys.scores(queries.q), keys.nonfinite or queries.nonfinite
     else:
         values = pq_cache(v, books[1], **options)
-        out, scores, nonfinite = decode_attention(q, keys, values)
+        out, scores, nonfinite = decode_attention(q, keys, values, mode=mode)
         nonfinite |= keys.nonfinite or values.nonfinite
         outputs |= {"v_codes": values.codes.numpy(), "out": out.numpy()}
     return outputs | {"scores": scores.numpy(), "nonfinite": np.array(nonfinite, np.int64)}

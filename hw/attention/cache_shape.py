@@ -24,6 +24,8 @@ class CacheShape(Protocol):
         Queries at once.
     tokens : int
         Coded tokens at most.
+    decode_tokens : int
+        Coded tokens at most of a command whose codes are read as INT8 rows.
     frame : int
         Coded tokens whose scores come at once, a power of two.
     slices, slice_bytes : int
@@ -38,6 +40,7 @@ class CacheShape(Protocol):
     sinks: int
     recent: int
     q_parallel: int
+    decode_tokens: int
 
     @property
     def row_transfers(self) -> int: ...

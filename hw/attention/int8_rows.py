@@ -36,8 +36,8 @@ class Int8Job(enum.Enum, shape=2):
 
 
 def default_rows(p: CacheShape) -> int:
-    """Rows that are not coded at most: sinks, the recent window, and two batches on their way to the coder."""
-    return p.sinks + p.recent + 2 * p.batch_tokens
+    """Rows of a pass at most: decoded ones, sinks, the recent window, and two batches on their way to the coder."""
+    return p.decode_tokens + p.sinks + p.recent + 2 * p.batch_tokens
 
 
 def total_width(rows: int) -> int:

@@ -13,8 +13,10 @@ from kvant.hw.attention.softmax import SoftmaxWeights
 from kvant.hw.kvcache.layouts import TableWrite
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.pq.bins import ValueBins
+from kvant.hw.pq.centroid_decoder import CentroidDecoder
 from kvant.hw.pq.code_path import CodePath, code_output
 from kvant.hw.pq.codebook_merge import CodebookMerge
+from kvant.hw.pq.decoded_rows import CodebookSplit, RowMerge
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.hw.pq.history import HistoryReader
 from kvant.hw.pq.parameters import PqParameters
@@ -55,6 +57,9 @@ class PqAttention(wiring.Component):
         history (codes) ──> ScoreTables ───────│───────┘     ValueBins ──> CodebookEngine ──┘
                                                └──────────────────────────── (read-out)
 
+    With `decode_tokens`, a command may have its history decoded instead: `CentroidDecoder` turns codes into rows, which
+    `Int8Rows` takes before those of the ring, and there are neither tables nor scores nor bins.
+
     Rows are taken and coded while queries are answered: coding has a port of codebook words of its own, and its words
     go behind those of attention, one by one. A command's queries become tables, the tables scores, the scores weights
     against the largest logarithm of all keys, the weights bins, the bins and the INT8 rows outputs. See
@@ -83,11 +88,12 @@ class PqAttention(wiring.Component):
     q : in stream, see `query_input`
         `count` queries for each command.
     codebook_k, codebook_v : in stream of {data: port_bits}
-        For every command with a history the codebook of the keys, and with `values` that of the values.
+        For every command with a history the codebook of the keys, and with `values` that of the values; of both modes,
+        in the order of the commands.
     history : in stream of {data: port_bits}
         For every command with a history its codes of the keys, and with `values` those of the values.
     scores : out stream, see `score_output`
-        A transfer for each frame of a history.
+        A transfer for each frame of a history that is not decoded.
     out : out stream of {data: fp32, user, last}
         Query by query, element by element; `last` ends a query. `user` is 1 for a query without keys, whose elements
         are 0.
@@ -95,8 +101,9 @@ class PqAttention(wiring.Component):
     nonfinite : out
         Sticky: a NaN or an infinity at `x` or `q`.
     error : out
-        Sticky: see `RowRing` and `Int8Rows`; a command without queries, with more than there are tables for, or with a
-        longer history than `tokens`, which is dropped (and its queries are not taken).
+        Sticky: see `RowRing` and `Int8Rows`; a command without queries, with more than there are tables for, with a
+        longer history than `tokens`, or one that would decode more than `decode_tokens` tokens, which is dropped (and
+        its queries are not taken).
     full : out
         See `RowRing`.
     busy_cycles : out, 32
@@ -181,15 +188,14 @@ class PqAttention(wiring.Component):
         ]
 
         # Attention: the paths of data.
+        begins = Signal()  # the first cycle of a command in the second stage
+        asks_read = Signal()  # bins are to be read out
         wiring.connect(m, wiring.flipped(self.cmd), queries.cmd)
         wiring.connect(m, wiring.flipped(self.q), quantizer.queries)
         wiring.connect(m, buffered("replay", ring.row_out), quantizer.rows)
         wiring.connect(m, quantizer.query, queries.query)
-        wiring.connect(m, buffered("row", quantizer.row), rows.rows)
         wiring.connect(m, queries.table_queries, engine.q)
         wiring.connect(m, queries.queries, rows.q)
-        wiring.connect(m, wiring.flipped(self.codebook_k), codebooks.keys)
-        wiring.connect(m, wiring.flipped(self.codebook_v), codebooks.values)
         wiring.connect(m, codebooks.o, engine.attend_words)
         wiring.connect(m, wiring.flipped(self.history), reader.words)
         wiring.connect(m, reader.tables, tables.words)
@@ -226,7 +232,48 @@ class PqAttention(wiring.Component):
         # The command whose keys and values are read.
         prepared = Signal(PreparedCommand(p), reset_less=True)
         command = prepared.command
-        coded = Signal()  # it has a history
+        coded = Signal()  # its history goes to tables and bins
+        decoded = Signal()  # its history is decoded
+        store = Signal()
+
+        if p.decode_tokens:
+            m.submodules.decoder = decoder = CentroidDecoder(p)
+            m.submodules.row_merge = row_merge = RowMerge(p)
+            splits = []
+            for name, words, engine_words, decoder_words in (
+                ("keys", self.codebook_k, codebooks.keys, decoder.keys),
+                ("values", self.codebook_v, codebooks.values, decoder.values),
+            ):
+                m.submodules[f"{name}_split"] = split = CodebookSplit(p)
+                wiring.connect(m, wiring.flipped(words), split.words)
+                wiring.connect(m, split.engine, engine_words)
+                wiring.connect(m, split.decoder, decoder_words)
+                splits.append(split)
+            wiring.connect(m, reader.decoder, decoder.words)
+            wiring.connect(m, decoder.rows, row_merge.decoded)
+            wiring.connect(m, quantizer.row, row_merge.fresh)
+            # The values' codebook comes while keys are read, behind those of read-outs that were asked for before.
+            asks_centroids = Signal()
+            key_split, value_split = splits
+            m.d.comb += [
+                decoder.store.eq(store),
+                decoder.scale.eq(Mux(store, prepared.value_scale, prepared.key_scale)),
+                row_merge.decodes.eq(decoded),
+                key_split.to_engine.eq(codebooks.table),
+                key_split.to_decoder.eq(queries.decodes),
+                value_split.to_engine.eq(codebooks.read_out),
+                value_split.to_decoder.eq(asks_centroids & ~asks_read),
+            ]
+            with m.If(begins):
+                m.d.sync += asks_centroids.eq(decoded & command.values)
+            with m.Elif(~asks_read):
+                m.d.sync += asks_centroids.eq(0)
+            attended_rows = row_merge.rows
+        else:
+            wiring.connect(m, wiring.flipped(self.codebook_k), codebooks.keys)
+            wiring.connect(m, wiring.flipped(self.codebook_v), codebooks.values)
+            attended_rows = quantizer.row
+        wiring.connect(m, buffered("row", attended_rows), rows.rows)
 
         # Scores leave, and wait for their softmax if values are to be mixed.
         frame, scores = tables.scores.payload, self.scores.payload.data
@@ -261,7 +308,7 @@ class PqAttention(wiring.Component):
         # Keys, then values, of a command.
         asks_rows, asks_replay = Signal(), Signal()
         scored = Signal()  # the last scores of the command have left
-        rows_kind, store = Signal(Int8Job), Signal()
+        rows_kind = Signal(Int8Job)
         wants_rows = Signal()  # about to use the quantiser
         at_rows = Signal()  # using it
         finishes, hands_over = Signal(), Signal()
@@ -274,6 +321,7 @@ class PqAttention(wiring.Component):
             ring.replay.payload.head.eq(command.head),
             ring.replay.payload.history.eq(command.history),
             reader.tokens.eq(command.history),
+            reader.to_decoder.eq(decoded),
             reader.to_bins.eq(store),
             queries.may_quantize.eq(~at_rows & ~wants_rows),
         ]
@@ -286,18 +334,20 @@ class PqAttention(wiring.Component):
         passed = ~asks_rows & ~asks_replay & Mux(store, rows.values_done, rows.keys_done)
         with m.FSM() as control:
             with m.State("IDLE"):
+                coming = queries.prepared.payload.command
                 m.d.comb += queries.prepared.ready.eq(1)
                 m.d.sync += [
                     prepared.eq(queries.prepared.payload),
-                    coded.eq(queries.prepared.payload.command.history != 0),
+                    coded.eq((coming.history != 0) & ~coming.decode),
+                    decoded.eq((coming.history != 0) & coming.decode),
                     store.eq(0),
                 ]
                 with m.If(queries.prepared.valid):
                     m.d.sync += [asks_rows.eq(1), rows_kind.eq(Int8Job.QUERIES)]
                     m.next = "BEGIN"
             with m.State("BEGIN"):
-                # The scan begins at once: `ScoreTables` waits for its table.
-                m.d.comb += reader.start.eq(coded)
+                # The scan begins at once: `ScoreTables` waits for its table, `CentroidDecoder` for its codebook.
+                m.d.comb += [reader.start.eq(coded | decoded), begins.eq(1)]
                 m.d.sync += scored.eq(0)
                 m.next = "QUERIES"
             with m.State("QUERIES"):
@@ -320,10 +370,11 @@ class PqAttention(wiring.Component):
                 with m.Else():
                     m.next = "IDLE"
             with m.State("WEIGHTS"):
-                # The bins of the command before have to be read.
-                m.d.comb += wants_rows.eq(~finishes)
-                with m.If(~finishes & quantizer.queries_done):
-                    m.d.comb += [softmax.go.eq(coded), reader.start.eq(coded)]
+                # The bins of the command before have to be read, if any are needed.
+                free = ~finishes | ~coded
+                m.d.comb += wants_rows.eq(free)
+                with m.If(free & quantizer.queries_done):
+                    m.d.comb += [softmax.go.eq(coded), reader.start.eq(coded | decoded)]
                     m.d.sync += [
                         asks_rows.eq(1),
                         rows_kind.eq(Int8Job.VALUES),
@@ -339,14 +390,15 @@ class PqAttention(wiring.Component):
                 with m.If(passed & (~coded | mixed)):
                     m.next = "SUMS"
             with m.State("SUMS"):
-                m.next = "HAND OVER"
+                with m.If(~finishes):
+                    m.next = "HAND OVER"
             with m.State("HAND OVER"):
                 m.d.comb += hands_over.eq(1)
                 m.next = "IDLE"
         attends = ~control.ongoing("IDLE")
 
         # The output of a command, while the next one's keys are read.
-        asks_read, asks_output = Signal(), Signal()
+        asks_output = Signal()
         finishing = Signal(NormalizeJob(p), reset_less=True)
         outputs = Signal(range(p.q_parallel + 1))  # queries whose output is to leave
         m.d.comb += [

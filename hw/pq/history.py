@@ -1,4 +1,4 @@
-"""Codes of the history on their way from memory to the tables or the bins."""
+"""Codes of the history on their way from memory to the tables, the bins or the decoder."""
 
 from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
@@ -26,13 +26,13 @@ class HistoryReader(wiring.Component):
     Members
     -------
     start : in
-        Begin a pass; `tokens` and `to_bins` are stable from here to `done`. Only while `done` is high.
+        Begin a pass; `tokens` and where it goes are stable from here to `done`. Only while `done` is high.
     tokens : in
         1 .. p.tokens.
-    to_bins : in
-        The words go to `bins`, otherwise to `tables`.
+    to_decoder, to_bins : in
+        The words go to `decoder`; if not, to `bins`; otherwise to `tables`.
     words : in stream of {data: port_bits}
-    tables : out stream of `ScanWord`
+    tables, decoder : out stream of `ScanWord`
     bins : out stream of `CodeWord`
     done : out
         No pass is under way.
@@ -44,10 +44,12 @@ class HistoryReader(wiring.Component):
             {
                 "start": In(1),
                 "tokens": In(range(p.tokens + 1)),
+                "to_decoder": In(1),
                 "to_bins": In(1),
                 "words": In(stream.Signature(data.StructLayout({"data": p.port_bits}))),
                 "tables": Out(stream.Signature(ScanWord(p))),
                 "bins": Out(stream.Signature(CodeWord(p))),
+                "decoder": Out(stream.Signature(ScanWord(p))),
                 "done": Out(1, init=1),
             }
         )
@@ -92,11 +94,15 @@ class HistoryReader(wiring.Component):
             self.tables.payload.data.eq(codes.payload.data),
             self.tables.payload.count.eq(Mux(last_frame, left, p.frame)),
             self.tables.payload.last.eq(last),
-            self.tables.valid.eq(codes.valid & ~self.to_bins),
+            self.tables.valid.eq(codes.valid & ~self.to_bins & ~self.to_decoder),
+            self.decoder.payload.eq(self.tables.payload),
+            self.decoder.valid.eq(codes.valid & self.to_decoder),
             self.bins.payload.data.eq(codes.payload.data),
             self.bins.payload.last.eq(last),
-            self.bins.valid.eq(codes.valid & self.to_bins),
-            codes.ready.eq(Mux(self.to_bins, self.bins.ready, self.tables.ready)),
+            self.bins.valid.eq(codes.valid & self.to_bins & ~self.to_decoder),
+            codes.ready.eq(
+                Mux(self.to_decoder, self.decoder.ready, Mux(self.to_bins, self.bins.ready, self.tables.ready))
+            ),
         ]
         with m.If(self.start):
             m.d.sync += [self.done.eq(0), word.eq(0), left.eq(self.tokens)]

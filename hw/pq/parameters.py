@@ -39,6 +39,9 @@ class PqParameters(Parameters):
     nbits: int = Field(8, ge=4, le=8, description="Bits of a product-quantisation code.")
     q_parallel: int = Field(1, ge=1, le=64, description="Query heads whose look-up tables are held at once.")
     batch: Literal[1, 2, 4, 8, 16, 32] = Field(8, description="Tokens that are coded in one pass over a codebook.")
+    decode_tokens: int = Field(
+        0, ge=0, le=16777216, description="Longest history whose codes can be read as INT8 rows; 0: not built."
+    )
 
     @field_validator("port_bits", "subspace", "batch", mode="before")
     @classmethod
@@ -55,7 +58,7 @@ class PqParameters(Parameters):
         ------
         ParameterError
             When `subspace` does not divide `head_dim`, a sub-vector is wider than the port, `lanes` is no power of
-            two, or a transfer has elements of two groups.
+            two, a transfer has elements of two groups, or more tokens can be decoded than are coded.
         """
         if self.head_dim % self.subspace:
             raise ParameterError(f"subspace = {self.subspace}: legal are divisors of head_dim = {self.head_dim}")
@@ -68,6 +71,8 @@ class PqParameters(Parameters):
                 f"group = {self.group}: legal in a product-quantised cache are multiples of lanes = {self.lanes}, and "
                 f"all from head_dim = {self.head_dim} on"
             )
+        if self.decode_tokens > self.tokens:
+            raise ParameterError(f"decode_tokens = {self.decode_tokens}: legal is 0 to capacity = {self.tokens}")
         return self
 
     @property
@@ -109,6 +114,16 @@ class PqParameters(Parameters):
     def row_transfers(self) -> int:
         """Transfers of a row of `lanes` elements, surplus lanes of the last one ignored."""
         return ceil_div(self.head_dim, self.lanes)
+
+    @property
+    def line_channels(self) -> int:
+        """Channels of a line of the centroid memories: a slice, or a transfer if that is wider; a power of two."""
+        return max(self.slice_bytes, self.lanes)
+
+    @property
+    def lines(self) -> int:
+        """Lines of a head vector, the last one perhaps with surplus channels."""
+        return ceil_div(self.head_dim, self.line_channels)
 
     @property
     def word_codes(self) -> int:

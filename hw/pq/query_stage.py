@@ -1,6 +1,6 @@
 """The first stage of attention: queries become INT8 and tables, while the command before is still at work."""
 
-from amaranth.hdl import Module, Signal, signed
+from amaranth.hdl import Const, Module, Mux, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -24,18 +24,23 @@ def attend_command(p: PqParameters) -> data.StructLayout:
     head : 8
     values : 1
         Mix the values, too; otherwise there are only scores.
+    decode : 1
+        Read the history as INT8 rows, without tables and bins; there are no scores of it. Legal up to
+        `p.decode_tokens` tokens, if that is not 0.
     """
-    return data.StructLayout({"history": range(p.tokens + 1), "count": range(p.q_parallel + 1), "head": 8, "values": 1})
+    return data.StructLayout(
+        {"history": range(p.tokens + 1), "count": range(p.q_parallel + 1), "head": 8, "values": 1, "decode": 1}
+    )
 
 
 class PreparedCommand(data.StructLayout):
-    """A command whose queries are quantised: the fp16 scale of the values' codebook, and of each query the factor that
-    turns scores into logarithms.
+    """A command whose queries are quantised: the fp16 scales of the codebooks, and of each query the factor that turns
+    scores into logarithms.
     """
 
     def __init__(self, p: PqParameters):
         factors = data.ArrayLayout(Factor(), p.q_parallel)
-        super().__init__({"command": attend_command(p), "value_scale": 16, "factors": factors})
+        super().__init__({"command": attend_command(p), "key_scale": 16, "value_scale": 16, "factors": factors})
 
 
 class QueryStage(wiring.Component):
@@ -58,17 +63,19 @@ class QueryStage(wiring.Component):
         Starts the quantiser with that many queries; it has finished.
     query : in stream, see `kvant.hw.attention.row_quantizer.query_output`
     tables : out stream, see `kvant.hw.pq.codebook_jobs.query_job`
-        Tables to build, of a command with a history.
+        Tables to build, of a command with a history that it does not decode.
     table_queries : out stream
         Their queries, for the codebook engine.
+    decodes : out
+        High for a cycle: the keys' codebook of a command that decodes its history may come.
     prepared : out stream of `PreparedCommand`
     queries : out stream, as `query`
         The queries of a command, after it has been handed over.
     busy : out
         A command is in this stage.
     error : out
-        High for a cycle: a command without queries, with more than `q_parallel`, or with a longer history than
-        `tokens`, which is dropped.
+        High for a cycle: a command without queries, with more than `q_parallel`, with a longer history than `tokens`,
+        or one that would decode more than `decode_tokens` tokens (any, if that is 0), which is dropped.
     """
 
     _LOOK_CYCLES = 3
@@ -88,6 +95,7 @@ class QueryStage(wiring.Component):
                 "query": In(stream.Signature(query_output(p))),
                 "tables": Out(stream.Signature(query_job(p))),
                 "table_queries": Out(stream.Signature(row_input(p, signed(8)))),
+                "decodes": Out(1),
                 "prepared": Out(stream.Signature(PreparedCommand(p))),
                 "queries": Out(stream.Signature(query_output(p))),
                 "busy": Out(1),
@@ -104,10 +112,9 @@ class QueryStage(wiring.Component):
 
         ready = Signal(PreparedCommand(p), reset_less=True)
         command = ready.command
-        coded = Signal()  # the command has a history
-        key_scale = Signal(16, reset_less=True)
+        coded = Signal()  # tables are needed: the command has a history, and does not decode it
 
-        # Queries go to the buffer, and with a history to the engine; their factors follow.
+        # Queries go to the buffer, and for tables to the engine; their factors follow.
         query = self.query
         query_end = Signal()
         m.d.comb += [
@@ -119,7 +126,7 @@ class QueryStage(wiring.Component):
             self.table_queries.valid.eq(query.valid & coded),
             query_end.eq(query.valid & query.ready & query.payload.last),
             factor.query_scale.eq(query.payload.scale),
-            factor.scale.eq(key_scale),
+            factor.scale.eq(ready.key_scale),
         ]
         found = Pipeline(m).valid(query_end, cycles=factor.latency)
         vector = Signal(range(p.q_parallel + 1))  # queries whose factors are found
@@ -129,11 +136,13 @@ class QueryStage(wiring.Component):
             with m.If(found & (vector == number)):
                 m.d.sync += ready.factors[number].eq(factor.factor)
 
-        given, legal = self.cmd.payload.data, Signal()
+        given, legal, fits = self.cmd.payload.data, Signal(), Signal()
+        built = Const(1) if p.decode_tokens else ~given.decode
         look = Signal(range(2 * self._LOOK_CYCLES))
         asks_tables = Signal()
         m.d.comb += [
-            legal.eq((given.count != 0) & (given.count <= p.q_parallel) & (given.history <= p.tokens)),
+            fits.eq(given.history <= Mux(given.decode, p.decode_tokens, p.tokens)),
+            legal.eq((given.count != 0) & (given.count <= p.q_parallel) & fits & built),
             self.status_head.eq(command.head),
             self.status_store.eq(look >= self._LOOK_CYCLES),
             self.count.eq(command.count),
@@ -149,7 +158,12 @@ class QueryStage(wiring.Component):
         with m.FSM() as control:
             with m.State("IDLE"):
                 m.d.comb += [self.cmd.ready.eq(running), buffer.clear.eq(1)]
-                m.d.sync += [command.eq(given), coded.eq(given.history != 0), look.eq(0), vector.eq(0)]
+                m.d.sync += [
+                    command.eq(given),
+                    coded.eq((given.history != 0) & ~given.decode),
+                    look.eq(0),
+                    vector.eq(0),
+                ]
                 with m.If(self.cmd.valid & running):
                     with m.If(legal):
                         m.next = "SCALES"
@@ -158,8 +172,9 @@ class QueryStage(wiring.Component):
             with m.State("SCALES"):
                 m.d.sync += look.eq(look + 1)
                 with m.If(look == self._LOOK_CYCLES - 1):
-                    m.d.sync += key_scale.eq(self.scale)
+                    m.d.sync += ready.key_scale.eq(self.scale)
                 with m.If(look == 2 * self._LOOK_CYCLES - 1):
+                    m.d.comb += self.decodes.eq(command.decode & (command.history != 0))
                     m.d.sync += [ready.value_scale.eq(self.scale), asks_tables.eq(coded)]
                     m.next = "START"
             with m.State("START"):

@@ -48,12 +48,16 @@ class Tables:
 
 @dataclass(frozen=True)
 class Attend:
-    """A batch of queries, f16 [n, d], of one head; `history` tokens are read from memory. `values`: mix them, too."""
+    """A batch of queries, f16 [n, d], of one head; `history` tokens are read from memory. `values`: mix them, too.
+
+    `decode`: read the history as INT8 rows, without scores.
+    """
 
     queries: np.ndarray
     history: int
     head: int = 0
     values: bool = True
+    decode: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ def stimulus(
         inputs=inputs,
         expect={
             "codes": number,
-            "scores": sum(frames_of(p, attend.history) for attend in attends),
+            "scores": sum(frames_of(p, attend.history) for attend in attends if not attend.decode),
             "out": outputs * p.head_dim,
         },
         status=STATUS,
@@ -210,6 +214,7 @@ def run(
     q: np.ndarray,
     tables: Tables,
     *,
+    mode: str = "table",
     name: str = "pq",
     **options,
 ) -> dict[str, np.ndarray]:
@@ -222,6 +227,8 @@ def run(
         Without v there are neither codes of values nor outputs.
     q : f16 [B, d]
     tables : Tables
+    mode : str
+        "table" or "decode". In the latter the scores come from commands for scores alone, by tables, behind the others.
     name, options
         See `kvant.sim.simulate.simulate`.
 
@@ -229,11 +236,12 @@ def run(
     -------
     dict
         ``k_codes``, ``v_codes`` u8 [T, M], ``scores`` i64 [B, T], ``out`` f32 [B, d]; 0-d i64 ``cycles`` from the
-        first transfer of a row to the last of an output, ``busy_cycles``, ``nonfinite``, ``error``.
+        first transfer of a row to the last of an output, ``busy_cycles`` (of all commands), ``nonfinite``, ``error``.
     """
     rows, history = sequence(k, v), history_of(p, len(k))
     attends = [
-        Attend(q[first : first + p.q_parallel], history, values=v is not None)
+        Attend(q[first : first + p.q_parallel], history, values=values, decode=decode)
+        for values, decode in _kinds(mode, values=v is not None)
         for first in range(0, len(q), p.q_parallel)
     ]
     play = stimulus(p, rows, attends, {0: tables})
@@ -243,11 +251,19 @@ def run(
         arrays["v_codes"] = _stored_codes(p, trace, rows, VALUES, len(k), history)
         arrays["out"] = np.array(trace.transfers["out"]["data"], np.uint32).view(np.float32).reshape(len(q), -1)
     arrays["scores"] = scores_of(p, trace, attends, len(k))
-    ends = [cycles[-1] for name, cycles in trace.cycles.items() if name in ("codes", "scores", "out") and cycles]
+    results = ("codes", "out") if any(attend.decode for attend in attends) else ("codes", "scores", "out")
+    ends = [cycles[-1] for name, cycles in trace.cycles.items() if name in results and cycles]
     ends.append(trace.cycles["x"][-1])  # without coded tokens and values nothing comes out
     numbers = {"cycles": max(ends) - trace.cycles["x"][0] + 1}
     numbers |= {name: trace.status[name] for name in ("busy_cycles", "nonfinite", "error")}
     return arrays | {name: np.array(value, np.int64) for name, value in numbers.items()}
+
+
+def _kinds(mode: str, *, values: bool) -> list[tuple[bool, bool]]:
+    """Whether to mix values, and to decode, in the commands of a batch."""
+    if mode == "decode" and values:
+        return [(True, True), (False, False)]
+    return [(values, False)]
 
 
 def _word(layout, fields: Mapping[str, int]) -> int:
@@ -259,7 +275,13 @@ def _word(layout, fields: Mapping[str, int]) -> int:
 
 
 def _command(p: PqParameters, attend: Attend) -> int:
-    fields = {"history": attend.history, "count": len(attend.queries), "head": attend.head, "values": attend.values}
+    fields = {
+        "history": attend.history,
+        "count": len(attend.queries),
+        "head": attend.head,
+        "values": attend.values,
+        "decode": attend.decode,
+    }
     return _word(attend_command(p), {name: int(value) for name, value in fields.items()})
 
 
@@ -282,11 +304,11 @@ def _stored_codes(
 
 
 def scores_of(p: PqParameters, trace: Trace, attends: Sequence[Attend], tokens: int) -> np.ndarray:
-    """Scores i64 [B, tokens] of all commands, 0 for tokens that are not coded."""
+    """Scores i64 [B, tokens] of all commands that have some, 0 for tokens that are not coded."""
     lanes = unpack_words(trace.transfers["scores"]["data"], p.frame * p.q_parallel, p.score_width, signed=True)
     lanes = lanes.reshape(-1, p.frame, p.q_parallel)
     scores, first = [], 0
-    for attend in attends:
+    for attend in (each for each in attends if not each.decode):
         frames = frames_of(p, attend.history)
         mine = lanes[first : first + frames].reshape(-1, p.q_parallel)[: attend.history]
         first += frames

@@ -11,6 +11,7 @@ from kvant.errors import ComparisonError, InputError
 from kvant.hw.emit import emit
 from kvant.hw.pq.attention import PqAttention
 from kvant.hw.pq.parameters import PqParameters
+from kvant.hw.pq.query_stage import attend_command
 from kvant.linear import compare
 from kvant.pq import BLOCK, golden_outputs, random_tables
 from kvant.sim.errors import SimulationError
@@ -208,7 +209,106 @@ def test_commands_for_scores_alone_between_others():
         assert trace.status["error"] == 0
 
 
-@pytest.mark.parametrize("p", [PqParameters(), PACKED, WINDOWS.model_copy(update={"heads": 3, "q_parallel": 3})])
+def play_modes(p, tokens, modes, *, factory=PqAttention, stall=0.0, **options):
+    """Commands over one sequence, one for each query, in these modes: outputs and scores, as simulated and as golden.
+
+    A mode is "table", "decode" or "scores" (alone).
+    """
+    k, v, q = rows_of(p, tokens, len(modes))
+    tables, history = random_tables(p, seed=3), sim.history_of(p, tokens)
+    attends = [
+        sim.Attend(q[n : n + 1], history, values=mode != "scores", decode=mode == "decode")
+        for n, mode in enumerate(modes)
+    ]
+    play = sim.stimulus(p, sim.sequence(k, v), attends, {0: tables})
+    trace = simulate(lambda: factory(p), "pq", play, stall=stall, **options)
+    golden = {mode: golden_outputs(p, k, v, q, tables, mode=mode) for mode in ("table", "decode")}
+    out = [golden[mode]["out"][n] for n, mode in enumerate(modes) if mode != "scores"]
+    scores = [golden["table"]["scores"][n] for n, mode in enumerate(modes) if mode != "decode"]
+    assert trace.status["error"] == 0 and trace.status["busy"] == 0
+    return (
+        np.array(trace.transfers["out"]["data"], np.uint32).reshape(-1, p.head_dim),
+        np.array(out).view(np.uint32),
+        sim.scores_of(p, trace, attends, tokens),
+        np.array(scores),
+    )
+
+
+MIXED = ["table", "decode", "decode", "scores", "table", "decode", "scores", "decode", "table", "table"]
+
+DECODING = WINDOWS.model_copy(update={"decode_tokens": 40})
+
+TWO_GROUPS = PqParameters(
+    head_dim=128, lanes=8, nbits=4, port_bits=128, batch=4, capacity=64, recent=3, decode_tokens=32
+)
+
+
+@pytest.mark.parametrize(
+    ("p", "tokens", "simulator", "stall"),
+    [
+        (DECODING, 30, "icarus", 0.2),
+        (TWO_GROUPS, 24, "verilator", 0.0),
+        pytest.param(TWO_GROUPS, 24, "verilator", 0.3, marks=pytest.mark.long),
+        pytest.param(DECODING, 6, "icarus", 0.0, marks=pytest.mark.long),  # nothing is coded
+        pytest.param(TINY.model_copy(update={"decode_tokens": 64}), 24, "icarus", 0.2, marks=pytest.mark.long),
+        pytest.param(PACKED.model_copy(update={"decode_tokens": 100}), 50, "verilator", 0.3, marks=pytest.mark.long),
+    ],
+)
+def test_commands_of_both_modes_in_any_order(p, tokens, simulator, stall):
+    """With sinks and recent rows, and with an empty ring; with one group and two."""
+    out, want, scores, want_scores = play_modes(p, tokens, MIXED, simulator=simulator, stall=stall, seed=4)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(scores, want_scores)
+
+
+def test_a_history_too_long_to_decode_is_refused():
+    """The command is dropped, without its queries; those around it are answered."""
+    p = TINY.model_copy(update={"decode_tokens": 20})
+    k, v, q = rows_of(p, 24, 1)
+    tables = random_tables(p, seed=3)
+    attend = sim.Attend(q, 24)
+    play = sim.stimulus(p, sim.sequence(k, v), [attend, attend], {0: tables})
+    legal = play.inputs["cmd"]["data"]
+    decode = attend_command(p)["decode"].offset
+    play.inputs["cmd"]["data"] = [legal[0], legal[0] | 1 << decode, legal[1]]
+    trace = simulate(lambda: PqAttention(p), "pq", play, simulator="icarus")
+    out = np.array(trace.transfers["out"]["data"], np.uint32).reshape(2, -1)
+    np.testing.assert_array_equal(out, np.repeat(golden_outputs(p, k, v, q, tables)["out"], 2, 0).view(np.uint32))
+    assert trace.status["error"] == 1 and trace.status["busy"] == 0
+
+
+DECODE_FAULTS = {
+    "one scale for keys and values": ("Mux(store, prepared.value_scale, prepared.key_scale)", "prepared.key_scale"),
+    "codes of values are looked up among the keys": ("decoder.store.eq(store)", "decoder.store.eq(0)"),
+    "tables are scanned as well": ("softmax.go.eq(coded)", "softmax.go.eq(coded | decoded)"),
+    "the values' codebook never comes": ("asks_centroids.eq(decoded & command.values)", "asks_centroids.eq(0)"),
+    "decoded rows are left out": ("row_merge.decodes.eq(decoded)", "row_merge.decodes.eq(0)"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name.startswith("one") else pytest.mark.long) for name in DECODE_FAULTS]
+)
+def test_a_fault_of_the_decode_mode_is_seen(name):
+    factory = mutant(PqAttention, *DECODE_FAULTS[name])
+    try:
+        out, want, *_ = play_modes(
+            DECODING, 24, ["decode", "table"], factory=factory, simulator="icarus", timeout_cycles=4000
+        )
+        same = np.array_equal(out, want)
+    except (SimulationError, AssertionError):
+        same = False
+    assert not same
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        PqParameters(),
+        PACKED.model_copy(update={"decode_tokens": 64}),
+        WINDOWS.model_copy(update={"heads": 3, "q_parallel": 3}),
+    ],
+)
 def test_every_tool_is_silent(p, tmp_path):
     (tmp_path / "pq.sv").write_text(emit(PqAttention(p), "pq").verilog)
     assert lint(tmp_path, "pq.sv", top="pq") == ""
@@ -248,6 +348,8 @@ def given(**changes):
         ({"recent": np.array(-1)}, "recent = -1"),
         ({"sinks": np.array(1.5)}, "array sinks: dtype float64"),
         ({"codes": np.zeros(3, np.uint8)}, "array codes: unknown"),
+        ({"mode": np.array("tables")}, "array mode: tables; legal is one of table, decode"),
+        ({"mode": np.array(1)}, "array mode: dtype int64"),
     ],
 )
 def test_case_22_illegal_arrays_are_refused(changes, words):
@@ -260,6 +362,8 @@ def test_case_22_illegal_arrays_are_refused(changes, words):
     ("setting", "words"),
     [
         ("capacity=8", "array k: 20 tokens"),
+        ("decode_tokens=19", "decode_tokens = 19: legal with 20 coded tokens is 20 or more"),
+        ("decode_tokens=513", "decode_tokens = 513: legal is 0 to capacity = 512"),
         ("lanes=3", "lanes = 3"),
         ("nbits=9", "nbits = 9"),
         ("batch=3", "batch = 3"),
@@ -267,7 +371,7 @@ def test_case_22_illegal_arrays_are_refused(changes, words):
     ],
 )
 def test_illegal_settings_are_refused(setting, words):
-    arrays = {name: value for name, value in given().items() if "codebook" not in name}
+    arrays = {name: value for name, value in given(mode=np.array("decode")).items() if "codebook" not in name}
     with pytest.raises(InputError) as caught:
         BLOCK.simulate(arrays, overrides=["group=8", setting], simulator="icarus")
     assert words in str(caught.value)
@@ -303,6 +407,17 @@ def test_scores_alone_of_tokens_none_of_which_is_coded():
     result = BLOCK.simulate(arrays, overrides=settings, simulator="icarus")
     assert set(result) >= {"k_codes", "scores", "codebook_k"} and not {"out", "v_codes"} & set(result)
     assert not result["scores"].any() and not result["k_codes"].any()
+
+
+def test_the_decode_mode_of_a_user():
+    """Compared with the golden model within; a design without a decoder gets one that is long enough."""
+    arrays = given(mode=np.array("decode"))
+    settings = ["port_bits=64", "lanes=4", "batch=4", "group=16", "capacity=64", "q_parallel=2"]
+    decoded = BLOCK.simulate(arrays, overrides=settings, simulator="icarus")
+    assert decoded["scores"].shape == (2, 20) and not decoded["error"]
+    alone = BLOCK.simulate({name: arrays[name] for name in arrays if "v" not in name}, overrides=settings,
+                           simulator="icarus")  # fmt: skip
+    np.testing.assert_array_equal(alone["scores"], decoded["scores"])
 
 
 def test_the_seed_of_the_pauses_changes_no_codebook():
