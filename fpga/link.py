@@ -27,6 +27,8 @@ from amaranth.hdl import Shape
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In
 
+from kvant.fpga.errors import TargetError
+
 STATUS = 0x7F
 MUTE = 0x7E
 OUTPUT = 0x80
@@ -105,6 +107,11 @@ class Layout:
     held : collection of str
         ``stream.field`` names of input fields that are sent once and kept.
 
+    Raises
+    ------
+    TargetError
+        A member is a bus.
+
     Attributes
     ----------
     inputs, held, outputs : tuple of Channel
@@ -124,6 +131,9 @@ class Layout:
                 else:
                     status.append((name, width))
                 continue
+            source = member.signature.flip() if member.flow is In else member.signature
+            if not isinstance(source, stream.Signature):
+                raise TargetError(f"port {name}: a bus; behind a serial port, streams and plain ports are legal")
             members = _payload(member.signature)
             if member.flow is In:
                 inputs.append((name, [item for item in members if f"{name}.{item[0]}" not in held]))
