@@ -108,10 +108,11 @@ class Llama:
             )
         return self.weight("model.embed_tokens.weight")[tokens]
 
-    def layer(self, number: int, hidden: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
-        """One decoder layer on hidden states [B, T, hidden] whose first token has position 0."""
+    def layer(self, number: int, hidden: torch.Tensor, observe: Observer | None = None, first: int = 0) -> torch.Tensor:
+        """One decoder layer on hidden states [B, T, hidden] whose first token has position *first*."""
         config, base = self.config, f"model.layers.{number}"
-        angles = torch.outer(torch.arange(hidden.shape[1], dtype=torch.float32), self._frequencies)
+        positions = torch.arange(first, first + hidden.shape[1], dtype=torch.float32)
+        angles = torch.outer(positions, self._frequencies)
         cosine, sine = angles.cos(), angles.sin()
 
         def heads(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -136,8 +137,7 @@ class Llama:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, vocabulary] of the last hidden states."""
         x = rms_norm(hidden, self.weight("model.norm.weight"), self.config.norm_epsilon)
-        name = "model.embed_tokens.weight" if self.checkpoint.tied else "lm_head.weight"
-        return functional.linear(x, self.weight(name))
+        return self._linear("model.embed_tokens" if self.checkpoint.tied else "lm_head", x, None)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
