@@ -35,7 +35,7 @@ def register_walk(host):
     problems = []
     registers = accelerator.registers
     known = {register.offset for register in registers}
-    for address in (0x1C, 0x3C, 0x54, 0x7C, 0xB8, 0x100, 0x200, 0x800, 0xFFC):
+    for address in (0x1C, 0x3C, 0x54, 0x7C, 0xC0, 0x100, 0x200, 0x800, 0xFFC):
         assert address not in known
         for access in (host.read32, lambda at: host.write32(at, 0xFFFFFFFF)):
             try:

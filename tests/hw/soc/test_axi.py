@@ -9,6 +9,7 @@ from amaranth.lib.wiring import In, Out
 from amaranth.sim import Simulator
 from axi_memory import memory_process
 
+from kvant.hw.soc import axi_reader, axi_writer
 from kvant.hw.soc.axi import ReadSignature
 from kvant.hw.soc.axi_reader import AxiReader, ReadArbiter, Region, read_word
 from kvant.hw.soc.axi_writer import AxiWriter
@@ -307,3 +308,15 @@ def test_the_memory_refuses_a_burst_across_4_kb_and_a_payload_that_changes():
     memory.drive()
     with pytest.raises(SimulationError, match="changed while it waited"):
         memory.sample(idle | zeros | request | {"arvalid": 1, "arlen": 0, "araddr": 0})
+
+
+@pytest.mark.parametrize("module", [axi_reader, axi_writer])
+def test_a_master_that_forgets_4_kb_is_caught(monkeypatch, module):
+    p = SocParameters(port_bits=128)
+    memory = AxiMemory(1 << 15, p.port_bytes)
+    monkeypatch.setattr(module, "PAGE_BYTES", 8192)
+    with pytest.raises(SimulationError, match="cross a multiple of 4096"):
+        if module is axi_reader:
+            read_all(p, [[(250, 30)]], memory)
+        else:
+            write_all(p, [(place, place, 0xFFFF) for place in range(250, 280)], memory)

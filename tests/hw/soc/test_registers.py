@@ -10,7 +10,7 @@ from amaranth.sim import Simulator
 from kvant.hw.emit import emit
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
-from kvant.hw.soc import register_text
+from kvant.hw.soc import register_file, register_text
 from kvant.hw.soc.axi_lite import OKAY, SLVERR
 from kvant.hw.soc.descriptors import FIELDS, Descriptor, Flag, Opcode
 from kvant.hw.soc.parameters import SocParameters, TopParameters
@@ -284,3 +284,9 @@ def test_two_emissions_are_equal():
 def test_the_page_of_the_registers_is_up_to_date():
     page = (Path(__file__).parents[3] / "docs" / "registers.md").read_text(encoding="utf-8")
     assert page == register_text.markdown(register_map(P)), "write it anew: kvant.hw.soc.register_text.markdown"
+
+
+def test_a_file_that_answers_every_address_is_caught(monkeypatch):
+    monkeypatch.setattr(register_file, "SLVERR", OKAY)
+    with pytest.raises(AssertionError):
+        test_addresses_without_a_register_are_answered_with_an_error()

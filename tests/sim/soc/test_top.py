@@ -10,6 +10,7 @@ from kvant import config
 from kvant.hw.soc.descriptors import ErrorCode
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.linear import golden_outputs, random_case
+from kvant.sim.errors import SimulationError
 from kvant.sim.soc import bench
 
 pytest.importorskip("cocotbext.axi")
@@ -31,9 +32,9 @@ WIDE_CHOSEN, WIDE = make(UNITS, port_bits=64, burst_beats=32, weight_words=256, 
 CHOSEN, P = make(NARROW, port_bits=64, burst_beats=16, weight_words=64)
 
 
-def run(program, *, p=P, simulator="verilator", latency=20, stall=0.0, seed=0, memory="model", **arguments):
-    options = {"latency": latency, "stall": stall, "seed": seed, "memory": memory}
-    return bench.run(p, program, simulator=simulator, options=options, paths=HELPERS, **arguments)
+def run(program, *, p=P, latency=20, stall=0.0, seed=0, memory="model", cycles=100_000, **arguments):
+    options = {"latency": latency, "stall": stall, "seed": seed, "memory": memory, "cycles": cycles}
+    return bench.run(p, program, options=options, paths=HELPERS, **arguments)
 
 
 def case_of(tokens, outputs, inputs, seed=1, chosen=CHOSEN):
@@ -197,3 +198,23 @@ def test_flags_of_the_data_belong_to_their_descriptor():
     broken["w_coeff"][0, 0] = 200
     broken["x"][0, 20] = np.nan
     assert run(programs.flags_of_data, case=CASE, broken=broken) == [(1, 1), (0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("original", "faulty"),
+    [
+        ("assign y__valid = pending[3];", "assign y__valid = pending[2];"),  # outputs are sent while weights come
+        ("assign x__valid = pending[1]", "assign x__valid = pending[3]"),
+    ],
+)
+def test_faults_of_the_sequencer_are_caught(original, faulty):
+    def edit(text):
+        assert text.count(original) == 1
+        return text.replace(original, faulty)
+
+    case = case_of(2, 4, 20)
+    try:
+        results, _, _ = run(programs.layers, simulator="icarus", cycles=2000, cases=[case], edit_verilog=edit)
+    except SimulationError:
+        return
+    assert not equal(results[0], case)
