@@ -2,15 +2,13 @@
 
 import importlib
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvant.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     from amaranth.lib import wiring
 
@@ -84,19 +82,8 @@ class Block(Protocol):
     def vectors(self, config: "Config", seed: int) -> Vectors:
         """A small random case with the results of the golden model."""
 
-    def simulate(
-        self,
-        arrays: "dict[str, np.ndarray]",
-        *,
-        path: "Path | None" = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: "Path | None" = None,
-        check: bool = True,
-    ) -> "dict[str, np.ndarray]":
-        """A user's tensors through the simulated RTL, see `kvant.linear.LinearBlock.simulate`."""
+    def simulate(self, arrays: "dict[str, np.ndarray]", **options: Any) -> "dict[str, np.ndarray]":
+        """A user's tensors through the simulated RTL, see `kvant.simulated.SimulatedBlock.simulate`."""
 
 
 def get_block(name: str) -> Block:

@@ -204,8 +204,8 @@ def _keys_along_the_head(chosen: "Config", keys: np.ndarray, found: Calibrated, 
     from kvant.golden.kvcache.spatial import SpatialCache
     from kvant.hw.kvcache.page import PageLayout
     from kvant.kcache import golden_outputs
-    from kvant.linear import compare
     from kvant.sim.kvcache import spatial
+    from kvant.simulated import compare
 
     chosen = cache_config(chosen, keys.shape[1], centred=True)
     p = chosen.cache
@@ -235,8 +235,8 @@ def _along_time(
     from kvant import vcache
     from kvant.golden.kvcache.temporal import TemporalCache
     from kvant.hw.kvcache.page import PageLayout
-    from kvant.linear import compare
     from kvant.sim.kvcache import requantizer
+    from kvant.simulated import compare
 
     p = chosen.cache
     arrays = vcache.case(p, rows, [PREFILL, len(rows) - PREFILL], table, floor=floor, mean=mean)

@@ -1,6 +1,7 @@
 """The cache of keys along the head as a block of the product: generated, simulated with a user's keys, compared."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvant.cache_arrays import NUMBER_ARRAYS, TABLE_ARRAYS, Table
 from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import CacheParameters
-from kvant.linear import compare
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import ArraySpec, check_arrays
 
 ARRAYS = [
@@ -27,7 +28,7 @@ BENCH_TOKENS = 80
 """Most tokens of a generated bench."""
 
 
-class KeyCacheBlock:
+class KeyCacheBlock(SimulatedBlock):
     """fp16 keys to pages of 4-bit groups along the head; see `kvant.hw.kvcache.spatial.SpatialCache`."""
 
     summary = "fp16 keys to 4-bit M-ANT groups along the head, as they come"
@@ -103,42 +104,13 @@ class KeyCacheBlock:
             status={"nonfinite": 0, "error": 0, "busy": 0},
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Cache the keys of *arrays* in the simulated RTL and read the memory that it wrote.
-
-        Parameters
-        ----------
-        arrays : dict
-            See `ARRAYS`; given ones replace the configuration's. With a mean the cache is built to take it out.
-        path, overrides
-            Configuration, see `kvant.config.load`.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`.
-        check : bool
-            Compare the outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.kvcache.spatial.run`, with 0-d i64 ``group``, ``rows``, ``cols``, ``lanes``.
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: see `ARRAYS`. With a mean the cache is built to take it out.
 
         Raises
         ------
         InputError
             For an illegal array, or more tokens than the cache holds.
-        ComparisonError
-            If an output differs from the golden model.
         """
         from kvant.sim.kvcache import spatial
 
@@ -153,11 +125,11 @@ class KeyCacheBlock:
         capacity = p.windows * p.group
         if lengths["T"] > capacity:
             raise InputError(f"array k: {lengths['T']} tokens; legal is 1 to capacity = {capacity}")
-        options = {"simulator": simulator, "stall": stall, "seed": seed, "waves": waves}
-        result = spatial.run(p, arrays["k"], tables, **options)
-        if check:
-            compare(golden_outputs(p, arrays["k"], tables), result)
-        return result | cache_arrays.shape_arrays(p.group, p.lanes)
+        return Case(
+            run=partial(spatial.run, p, arrays["k"], tables),
+            golden=partial(golden_outputs, p, arrays["k"], tables),
+            extra=cache_arrays.shape_arrays(p.group, p.lanes),
+        )
 
 
 BLOCK = KeyCacheBlock()

@@ -1,6 +1,7 @@
 """The linear path as a block of the product: generated, simulated with a user's tensors, compared."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import numpy as np
 from kvant import config
 from kvant.blocks import Vectors
 from kvant.config import Config
-from kvant.errors import ComparisonError, InputError
+from kvant.errors import InputError
 from kvant.fpga.linear_top import HELD
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import INT8
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ ARRAYS = [
 QUANTISED = ("w_codes", "w_scale", "w_coeff")
 
 
-class LinearBlock:
+class LinearBlock(SimulatedBlock):
     """fp16 activations times M-ANT weights; see `kvant.hw.linear.engine.LinearEngine`."""
 
     summary = "fp16 activations times 4-bit M-ANT weights, fp32 outputs"
@@ -105,57 +107,23 @@ class LinearBlock:
             status={"nonfinite": 0, "error": 0},
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Multiply *arrays* in the simulated RTL of a configuration.
-
-        Parameters
-        ----------
-        arrays : dict
-            See `ARRAYS`; ``w`` is quantised by least weight error with the configuration's table.
-        path, overrides
-            Configuration, see `kvant.config.load`; ``group`` among the arrays replaces the configuration's.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`.
-        check : bool
-            Compare the outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.linear.engine.run`, with the weights as used and 0-d i64 ``group``, ``rows``, ``cols``,
-            ``lanes``.
-
-        Raises
-        ------
-        InputError
-            For an illegal array.
-        ComparisonError
-            If an output differs from the golden model.
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: see `ARRAYS`; ``w`` is quantised by least weight error with the configuration's table. The weights
+        as used are among the results.
         """
+        from kvant.sim.linear import engine
+
         group = scalar(arrays, "group")
         chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
         p = chosen.linear
         check_arrays(arrays, ARRAYS, group=p.group)
-        tensors = {"x": arrays["x"], **quantised_weights(arrays, chosen)}
-
-        from kvant.sim.linear import engine
-
-        result = engine.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
-        if check:
-            compare(golden_outputs(p, tensors), result)
-        shape = {name: np.array(getattr(p, name), np.int64) for name in ("group", "rows", "cols", "lanes")}
-        return result | {name: array for name, array in tensors.items() if name != "x"} | shape
+        weights = quantised_weights(arrays, chosen)
+        tensors = {"x": arrays["x"], **weights}
+        return Case(
+            run=partial(engine.run, p, tensors),
+            golden=partial(golden_outputs, p, tensors),
+            extra=weights | {name: np.array(getattr(p, name), np.int64) for name in ("group", "rows", "cols", "lanes")},
+        )
 
 
 BLOCK = LinearBlock()
@@ -223,23 +191,3 @@ def weight_arrays(weights: "QuantizedWeights") -> dict[str, np.ndarray]:
     if weights.int8 is not None:
         arrays["w_int8"] = weights.int8
     return {name: array.numpy() for name, array in arrays.items()}
-
-
-def compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> int:
-    """Hold the RTL's outputs against the golden model, bit for bit; returns how many values were compared.
-
-    Raises
-    ------
-    ComparisonError
-        Naming the first value that differs.
-    """
-    for name, expected in golden.items():
-        bits = f"u{expected.itemsize}"
-        differs = np.argwhere(result[name].view(bits) != expected.view(bits))
-        if len(differs):
-            index = tuple(differs[0].tolist())
-            raise ComparisonError(
-                f"{name}{list(index)} = {result[name][index]!r} in the RTL, {expected[index]!r} in the golden model "
-                f"({len(differs)} of {expected.size} values differ)"
-            )
-    return sum(expected.size for expected in golden.values())

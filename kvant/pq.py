@@ -1,6 +1,7 @@
 """Product-quantised attention as a block of the product: generated, simulated with a user's tensors, compared."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.parameters import ParameterError
 from kvant.hw.pq.parameters import PqParameters
-from kvant.linear import compare
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 ARRAYS = [
@@ -45,7 +46,7 @@ BENCH_WINDOW = 256
 """Most recent tokens of a generated bench's sequence; with a longer window nothing of it is coded."""
 
 
-class PqBlock:
+class PqBlock(SimulatedBlock):
     """Keys and values to codes, attention by table look-up; see `kvant.hw.pq.attention.PqAttention`."""
 
     summary = "keys and values to product-quantisation codes, attention by look-up tables and bins"
@@ -132,46 +133,16 @@ class PqBlock:
             status={"nonfinite": 0, "error": 0, "full": 0, "busy": 0},
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Code the keys and values of *arrays* in the simulated RTL, and attend to them with its queries.
-
-        Parameters
-        ----------
-        arrays : dict
-            See `ARRAYS`; given ones replace the configuration's, codebooks its `subspace` and `nbits`. Codebooks that
-            are not given are trained on the keys, or values, themselves. With a mean, keys are centred. Without values
-            there are scores alone. A `mode` "decode" answers the queries from decoded rows; then `decode_tokens` is the
-            number of tokens if the configuration has none.
-        path, overrides
-            Configuration, see `kvant.config.load`.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`.
-        check : bool
-            Compare the outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.pq.attention.run`, the codebooks as used, and 0-d i64 ``group``, ``rows``, ``cols``,
-            ``lanes``.
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: see `ARRAYS`; codebooks replace the configuration's `subspace` and `nbits`. Codebooks that are not
+        given are trained on the keys, or values, themselves; those used are among the results. With a mean, keys are
+        centred. Without values there are scores alone. A `mode` "decode" answers the queries from decoded rows; then
+        `decode_tokens` is the number of tokens if the configuration has none.
 
         Raises
         ------
         InputError
             For an illegal array, or more tokens than the cache holds, or decodes.
-        ComparisonError
-            If an output differs from the golden model.
         """
         from kvant.sim.pq import attention as sim
 
@@ -188,15 +159,15 @@ class PqBlock:
         if mode == "decode":
             p = _with_decoder(p, history)
         tables = _tables(p, arrays)
-        options = {"simulator": simulator, "stall": stall, "seed": seed, "waves": waves}
         k, v, q = arrays["k"], arrays.get("v"), arrays["q"]
-        result = sim.run(p, k, v, q, tables, mode=mode, **options)
-        if check:
-            compare(golden_outputs(p, k, v, q, tables, mode=mode), result)
         stores = ("k",) if v is None else ("k", "v")
         books = {f"codebook_{name}": tables.entries[store] for store, name in enumerate(stores)}
         books |= {f"codebook_{name}_scale": tables.scales[store].reshape(1) for store, name in enumerate(stores)}
-        return result | books | cache_arrays.shape_arrays(p.group, p.lanes)
+        return Case(
+            run=partial(sim.run, p, k, v, q, tables, mode=mode),
+            golden=partial(golden_outputs, p, k, v, q, tables, mode=mode),
+            extra=books | cache_arrays.shape_arrays(p.group, p.lanes),
+        )
 
 
 BLOCK = PqBlock()

@@ -1,6 +1,7 @@
 """The accelerator as a block of the product: generated with its register map, simulated through its descriptors."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from kvant.errors import InputError
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.parameters import SocParameters, TopParameters
-from kvant.linear import ARRAYS, LinearBlock, compare, golden_outputs, quantised_weights
+from kvant.linear import ARRAYS, LinearBlock, golden_outputs, quantised_weights
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import check_arrays, scalar
 
 
@@ -31,7 +33,7 @@ def top_parameters(chosen: Config) -> TopParameters:
         raise InputError(str(error)) from None
 
 
-class TopBlock:
+class TopBlock(SimulatedBlock):
     """Registers, memory port and sequencer around the linear path; see `kvant.hw.soc.top.KvantTop`."""
 
     summary = "accelerator: AXI4-Lite registers, descriptors in memory over AXI4, the linear path"
@@ -99,57 +101,33 @@ class TopBlock:
         """Refused: the generated bench plays streams, and the top is driven over its buses."""
         raise InputError("--bench: legal for blocks with streams alone; `kvant simulate top` runs the top")
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Multiply *arrays* on the simulated accelerator: weights and activations in memory, run by descriptors.
-
-        Parameters
-        ----------
-        arrays, path, overrides, simulator, stall, seed, check
-            See `kvant.linear.LinearBlock.simulate`; Amaranth's simulator is not offered.
-        waves
-            Not offered.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.soc.layer.run`, with the weights as used and 0-d i64 ``group``, ``rows``, ``cols``,
-            ``lanes``.
-
-        Raises
-        ------
-        InputError
-            For an illegal array.
-        ComparisonError
-            If an output differs from the golden model.
-        """
-        if simulator == "amaranth":
-            raise InputError("--simulator amaranth: legal for top are verilator, icarus")
-        if waves is not None:
-            raise InputError("--waves: not offered for top")
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: as of `kvant.linear.LinearBlock`. Weights and activations lie in memory; descriptors run them."""
         group = scalar(arrays, "group")
         chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
         linear = chosen.linear
         check_arrays(arrays, ARRAYS, group=linear.group)
-        tensors = {"x": arrays["x"], **quantised_weights(arrays, chosen)}
-
-        from kvant.sim.soc import layer
-
-        result = layer.run(top_parameters(chosen), tensors, simulator=simulator, stall=stall, seed=seed)
-        if check:
-            compare({"y": golden_outputs(linear, tensors)["y"]}, result)
-        shape = {name: np.array(getattr(linear, name), np.int64) for name in ("group", "rows", "cols", "lanes")}
-        return result | {name: array for name, array in tensors.items() if name != "x"} | shape
+        weights = quantised_weights(arrays, chosen)
+        tensors = {"x": arrays["x"], **weights}
+        return Case(
+            run=partial(_run, top_parameters(chosen), tensors),
+            golden=lambda: {"y": golden_outputs(linear, tensors)["y"]},
+            extra=weights
+            | {name: np.array(getattr(linear, name), np.int64) for name in ("group", "rows", "cols", "lanes")},
+        )
 
 
 BLOCK = TopBlock()
+
+
+def _run(
+    p: TopParameters, tensors: Mapping[str, np.ndarray], *, simulator: str, stall: float, seed: int, waves: Path | None
+) -> dict[str, np.ndarray]:
+    """A layer on the simulated accelerator, which needs a bus bench of cocotb."""
+    from kvant.sim.soc import layer
+
+    if simulator == "amaranth":
+        raise InputError("--simulator amaranth: legal for top are verilator, icarus")
+    if waves is not None:
+        raise InputError("--waves: not offered for top")
+    return layer.run(p, tensors, simulator=simulator, stall=stall, seed=seed)

@@ -1,6 +1,7 @@
 """The variance unit as a block of the product: generated, simulated with a user's groups, compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvant.blocks import Vectors
 from kvant.cache_arrays import shape_arrays
 from kvant.config import Config
 from kvant.errors import InputError
-from kvant.linear import compare
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 ARRAYS = [ArraySpec("q", "int8", ("B", "n"), required=True), ArraySpec("group", "integer")]
@@ -22,7 +23,7 @@ BENCH_GROUPS = 40
 """Groups of a generated bench."""
 
 
-class VarianceBlock:
+class VarianceBlock(SimulatedBlock):
     """Sums of INT8 groups; see `kvant.hw.kvcache.variance.VarianceBlock`."""
 
     summary = "sum, sum of squares, extremes and exact variance of INT8 groups"
@@ -67,47 +68,13 @@ class VarianceBlock:
             status={"error": 0},
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Sum up the groups of *arrays* in the simulated RTL.
-
-        Parameters
-        ----------
-        arrays : dict
-            See `ARRAYS`.
-        path, overrides
-            Configuration, see `kvant.config.load`: `lanes` and `adder` are read. The group is as long as the rows.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`.
-        check : bool
-            Compare the outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.kvcache.variance.run`, with 0-d i64 ``group``, ``rows``, ``cols``, ``lanes``.
-
-        Raises
-        ------
-        InputError
-            For an illegal array.
-        ComparisonError
-            If an output differs from the golden model.
-        """
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: see `ARRAYS`. `lanes` and `adder` of the configuration are read; a group is as long as a row."""
         from kvant.golden.kvcache.variance import LARGEST_GROUP
         from kvant.sim.kvcache import variance
 
         chosen = config.load(path, overrides)
+        q = arrays.get("q")
         n = check_arrays(arrays, ARRAYS, group=chosen.cache.group)["n"]
         if n > LARGEST_GROUP:
             raise InputError(f"array q: {n} elements per group; legal is 1 to {LARGEST_GROUP}")
@@ -115,12 +82,16 @@ class VarianceBlock:
         if given is not None and given != n:
             raise InputError(f"array group = {given}: legal is {n}, the length of the rows of q")
         lanes = chosen.cache.lanes
-        options = {"simulator": simulator, "stall": stall, "seed": seed, "waves": waves}
-        result = variance.run(arrays["q"], lanes=lanes, adder=chosen.cache.adder, **options)
-        if check:
-            golden = golden_fields(arrays["q"])
-            compare({name: np.array(golden[name], np.int64) for name in variance.OUTPUTS}, result)
-        return result | shape_arrays(n, lanes)
+
+        def golden() -> dict[str, np.ndarray]:
+            fields = golden_fields(q)
+            return {name: np.array(fields[name], np.int64) for name in variance.OUTPUTS}
+
+        return Case(
+            run=partial(variance.run, q, lanes=lanes, adder=chosen.cache.adder),
+            golden=golden,
+            extra=shape_arrays(n, lanes),
+        )
 
 
 BLOCK = VarianceBlock()

@@ -1,6 +1,7 @@
 """The cache along time as a block of the product: generated, simulated with a user's values, compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvant.cache_arrays import NUMBER_ARRAYS, TABLE_ARRAYS, Table
 from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import CacheParameters
-from kvant.linear import compare
+from kvant.simulated import Case, SimulatedBlock
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 OPTION_ARRAYS = [ArraySpec("offset", "integer"), ArraySpec("shared_coeff", "integer")]
@@ -35,7 +36,7 @@ BENCH_TOKENS = 200
 """Most windows, and about as many tokens, of a generated bench."""
 
 
-class ValueCacheBlock:
+class ValueCacheBlock(SimulatedBlock):
     """fp16 values to pages of 4-bit groups along time; see `kvant.hw.kvcache.requantizer.Requantizer`."""
 
     summary = "fp16 values, or keys, to 4-bit M-ANT groups along time, in two phases"
@@ -123,42 +124,13 @@ class ValueCacheBlock:
             },
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Cache the rows of *arrays* in the simulated RTL, read the memory that it wrote and the window that is open.
-
-        Parameters
-        ----------
-        arrays : dict
-            See `ARRAYS`; given ones replace the configuration's. With a mean the cache is built to take it out.
-        path, overrides
-            Configuration, see `kvant.config.load`.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`.
-        check : bool
-            Compare the outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            See `kvant.sim.kvcache.requantizer.run`, with 0-d i64 ``group``, ``rows``, ``cols``, ``lanes``.
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+        """*arrays*: see `ARRAYS`. With a mean the cache is built to take it out.
 
         Raises
         ------
         InputError
             For an illegal array, or more tokens than the cache holds.
-        ComparisonError
-            If an output differs from the golden model.
         """
         from kvant.sim.kvcache import requantizer as sim
 
@@ -181,10 +153,11 @@ class ValueCacheBlock:
             )
         table = cache_arrays.choice_table(arrays, chosen)
         tensors = case(p, arrays["v"], arrays["calls"], table, floor=arrays.get("floor"), mean=arrays.get("mean"))
-        result = sim.run(p, tensors, simulator=simulator, stall=stall, seed=seed, waves=waves)
-        if check:
-            compare(golden_outputs(p, tensors), result)
-        return result | cache_arrays.shape_arrays(p.group, p.lanes)
+        return Case(
+            run=partial(sim.run, p, tensors),
+            golden=partial(golden_outputs, p, tensors),
+            extra=cache_arrays.shape_arrays(p.group, p.lanes),
+        )
 
 
 BLOCK = ValueCacheBlock()

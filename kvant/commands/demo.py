@@ -252,13 +252,13 @@ def compare(weights: "QuantizedWeights", x: "np.ndarray", run: Run) -> int:
     ComparisonError
         Naming the first value that differs.
     """
-    from kvant import linear
     from kvant.golden.linear.engine import multiply
     from kvant.golden.numeric.int8 import quantize_int8
+    from kvant.simulated import compare
 
     groups = quantize_int8(x, weights.group)
     golden = {"x_q": groups.q, "x_scale": groups.scale, "y": multiply(groups.q, groups.scale, weights)}
-    return linear.compare({name: tensor.numpy() for name, tensor in golden.items()}, run.arrays)
+    return compare({name: tensor.numpy() for name, tensor in golden.items()}, run.arrays)
 
 
 def draw(

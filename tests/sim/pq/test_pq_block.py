@@ -12,12 +12,12 @@ from kvant.hw.emit import emit
 from kvant.hw.pq.attention import PqAttention
 from kvant.hw.pq.parameters import PqParameters
 from kvant.hw.pq.query_stage import attend_command
-from kvant.linear import compare
 from kvant.pq import BLOCK, golden_outputs, random_tables
 from kvant.sim.errors import SimulationError
 from kvant.sim.pq import attention as sim
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset
+from kvant.simulated import compare
 
 SEED = 20261130
 FOLDER = Path(__file__).parents[2] / "known_answers"
