@@ -234,7 +234,7 @@ def play_modes(p, tokens, modes, *, factory=PqAttention, stall=0.0, **options):
     )
 
 
-SOME = ["decode", "table", "decode", "decode", "scores"]
+SOME = ["decode", "table", "decode", "scores", "decode"]
 MIXED = ["table", "decode", "decode", "scores", "table", "decode", "scores", "decode", "table", "table"]
 
 DECODING = WINDOWS.model_copy(update={"decode_tokens": 40})
