@@ -94,14 +94,18 @@ class RowMerge(wiring.Component):
         m.d.comb += [
             first.eq(self.decodes & ~through),
             ends.eq(decoded.payload.last & decoded.payload.final),
-            rows.payload.eq(Mux(first, decoded.payload, fresh.payload)),
+            *(
+                rows.payload[name].eq(Mux(first, decoded.payload[name], fresh.payload[name]))
+                for name in ("scale", "last", "empty")
+            ),
+            rows.payload.data.as_value().eq(Mux(first, decoded.payload.data.as_value(), fresh.payload.data.as_value())),
+            rows.payload.final.eq(Mux(first, decoded.payload.final & fresh.payload.empty, fresh.payload.final)),
             rows.valid.eq(Mux(first, decoded.valid & (fresh.valid | ~ends), fresh.valid)),
             take.eq(rows.valid & rows.ready),
             decoded.ready.eq(first & rows.ready & (fresh.valid | ~ends)),
             fresh.ready.eq(rows.ready & Mux(first, decoded.valid & ends & fresh.payload.empty, 1)),
         ]
         with m.If(first):
-            m.d.comb += rows.payload.final.eq(decoded.payload.final & fresh.payload.empty)
             with m.If(take & ends):
                 m.d.sync += through.eq(~fresh.payload.empty)
         with m.Elif(take & fresh.payload.last & fresh.payload.final):

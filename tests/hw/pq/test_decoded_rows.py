@@ -6,8 +6,10 @@ from amaranth.hdl import Module, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 from formal import mutant
+from verilog_checks import lint, yosys
 
 from kvant.hw.attention.row_quantizer import row_output
+from kvant.hw.emit import emit
 from kvant.hw.pq.codebook_jobs import word_input
 from kvant.hw.pq.decoded_rows import CodebookSplit, RowMerge
 from kvant.hw.pq.parameters import PqParameters
@@ -157,6 +159,14 @@ def split(asks, factory=CodebookSplit, **options):
 def test_codebooks_go_whole_to_where_they_were_asked_for(stall):
     got, want = split([0, 1, 1, 0, 1, 0, 0], stall=stall, seed=4)
     assert got == want
+
+
+@pytest.mark.parametrize("unit", [RowMerge, CodebookSplit])
+def test_generated_verilog_passes_the_linters(unit, tmp_path):
+    (tmp_path / "unit.sv").write_text(emit(unit(P), "unit").verilog)
+    assert lint(tmp_path, "unit.sv", top="unit") == ""
+    check = yosys(tmp_path, "read_verilog -sv unit.sv; hierarchy -top unit; proc; check -assert")
+    assert check.returncode == 0, check.stderr
 
 
 def test_a_codebook_that_is_cut_is_seen():
