@@ -58,7 +58,7 @@ class Exponential(wiring.Component):
         `WEIGHT_BITS` bits, a register.
     """
 
-    latency = 6
+    latency = 7
 
     def __init__(self):
         super().__init__({"x": In(LOG_WIDTH), "w": Out(WEIGHT_BITS)})
@@ -71,8 +71,8 @@ class Exponential(wiring.Component):
         # Cycle 0: parts of x.
         rest = register(self.x[:_REST_BITS], "rest", cycles=2)
         segment = register(self.x[_REST_BITS:LOG_FRACTION], "segment")
-        shift = register(self.x[LOG_FRACTION:][:_SHIFT_BITS], "shift", cycles=4)
-        vanishes = register(self.x[LOG_FRACTION + _SHIFT_BITS :].any(), "vanishes", cycles=4)
+        shift = register(self.x[LOG_FRACTION:][:_SHIFT_BITS], "shift", cycles=5)
+        vanishes = register(self.x[LOG_FRACTION + _SHIFT_BITS :].any(), "vanishes", cycles=5)
 
         # Cycle 1: the segment. The first bit of a base is always set.
         bases, slopes = table[:-1], [high - low for high, low in pairwise(table)]
@@ -87,13 +87,14 @@ class Exponential(wiring.Component):
         m.d.comb += entry.eq(entries[segment])
         entry = register(entry, "entry")
 
-        # Cycle 2: the way down from its beginning. Cycle 3: v, of which one bit behind the weight's last is kept.
-        base = register(entry[:WEIGHT_BITS], "base")
-        drop = register(entry[WEIGHT_BITS:] * rest, "drop")
+        # Cycle 2: the way down from its beginning, in a register that leads to another one and nothing else, so that it
+        # can lie where the multiplier does. Cycle 4: v, of which one bit behind the weight's last is kept.
+        base = register(entry[:WEIGHT_BITS], "base", cycles=2)
+        drop = register(entry[WEIGHT_BITS:] * rest, "drop", cycles=2)
         value = (Cat(Const(0, _REST_BITS), base) - drop)[_REST_BITS - 1 : _REST_BITS + WEIGHT_BITS]
         value = register(value, "value")
 
-        # Cycle 4: shifted. Cycle 5: rounded, ties up; 2^24 cannot arise.
+        # Cycle 5: shifted. Cycle 6: rounded, ties up; 2^24 cannot arise.
         shifted = Signal(len(value))
         m.d.comb += shifted.eq((value >> shift) & ~vanishes.replicate(len(value)))
         shifted = register(shifted, "shifted")

@@ -4,6 +4,8 @@ All values that occur are normal fp32 numbers or +0: nothing handles subnormal, 
 no unit produces -0. See `kvant.hw.numeric.floating`, whose adder and helpers serve here too.
 """
 
+from collections.abc import Sequence
+
 from amaranth.hdl import Cat, Const, Module, Mux, Shape, Signal, Value, signed
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
@@ -58,6 +60,40 @@ def split_product(pipeline: Pipeline, a: Value, b: Value, *, pieces: int) -> Sig
     products = [pipeline.register(a[k * size : (k + 1) * size] * b, "piece", cycles=2) for k in range(pieces)]
     outer = Cat(products[0], Const(0, 2 * size - len(products[0])), *products[2:])
     return pipeline.register((outer + (products[1] << size))[: len(a) + len(b)], "split_product")
+
+
+def chained_latency(pieces: int) -> int:
+    """Cycles of `chained_product` for so many products of pieces."""
+    return pieces + 1
+
+
+def chained_product(pipeline: Pipeline, a: Sequence[Value], b: Sequence[Value]) -> Signal:
+    """The product of two unsigned numbers in pieces, lowest first, exact, `chained_latency` cycles later.
+
+    Pieces of a number are equally long but for the last. The product of one piece of a and one of b is added in every
+    cycle, the one of the lowest weight first, to a sum whose lower bits are complete by then: additions are short, and
+    every multiplier has operand registers of its own, since the operands of each come a cycle later than those of the
+    one before. As in `split_product`, the register behind a multiplier leads to another one and nothing else.
+    """
+    register = pipeline.register
+    width = sum(map(len, a)) + sum(map(len, b))
+    pairs = sorted((i * len(a[0]) + j * len(b[0]), i, j) for i in range(len(a)) for j in range(len(b)))
+    a, b = [[piece] for piece in a], [[piece] for piece in b]  # each as it was so many cycles ago
+
+    def earlier(held, cycles):
+        while len(held) <= cycles:
+            held.append(register(held[-1], "piece"))
+        return held[cycles]
+
+    total = None
+    for number, (place, i, j) in enumerate(pairs):
+        delay = max(0, number - 1)
+        product = register(earlier(a[i], delay) * earlier(b[j], delay), "product", cycles=2)
+        if total is None:
+            total = product
+            continue
+        total = register(Cat(total[:place], total[place:] + product)[:width], "total")
+    return total
 
 
 def fp16_to_fp32(m: Module, number: Value) -> Value:

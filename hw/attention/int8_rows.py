@@ -173,9 +173,10 @@ class Int8Rows(wiring.Component):
         # Cycles of a turn. The element's operand waits for the weight's in both passes.
         self._weight_cycle = 4 + Exponential.latency
         self._operand_cycle = self._weight_cycle + RowFactor.latency + 1
-        self._sum_cycle = self._operand_cycle + 1 - BlockSums.product_delay
+        self._ask_cycle = self._operand_cycle - 2  # asks for the query's elements
+        self._sum_cycle = self._operand_cycle + 2 - BlockSums.product_delay
         self._tree_levels = tree_levels(p.lanes)
-        self._z_cycle = self._operand_cycle + 1 + self._tree_levels + RowScores.latency
+        self._z_cycle = self._operand_cycle + 2 + self._tree_levels + RowScores.latency
         self.key_latency = 1 + self._z_cycle + 4
         self.value_latency = 1 + self._sum_cycle + BlockSums.latency + 3
         layout = row_sums(p, queries=self.queries, rows=self.most_rows)
@@ -387,7 +388,9 @@ class Int8Rows(wiring.Component):
         # The turn waits for its weight, the elements for their operand.
         turn_layout = data.StructLayout({"vector": index_range(self.queries), "position": Position(transfers)})
         m.submodules.turns = turns_line = DelayLine(turn_layout, self._weight_cycle - 1)
-        m.submodules.elements = elements_line = DelayLine(x.shape(), self._operand_cycle - 1)
+        # So long a line is a memory of 16 words; a few cycles more are registers.
+        line_cycles = min(self._operand_cycle - 1, 16)
+        m.submodules.elements = elements_line = DelayLine(x.shape(), line_cycles)
         m.d.comb += [
             turns_line.i.vector.eq(vector),
             turns_line.i.position.eq(position),
@@ -413,17 +416,19 @@ class Int8Rows(wiring.Component):
                 m.d.sync += self.total[number].eq(total)
 
         # The multipliers.
-        summed = delayed(weighed, self._sum_cycle - self._weight_cycle)
+        asked = delayed(weighed, self._ask_cycle - self._weight_cycle)
+        summed = delayed(asked, self._sum_cycle - self._ask_cycle)
         m.d.comb += [
-            query_read.addr.eq(self._address(summed.position.transfer, summed.vector)),
-            query_read.en.eq(pipeline.valid(goes & ~values, cycles=self._sum_cycle)),
+            query_read.addr.eq(self._address(asked.position.transfer, asked.vector)),
+            query_read.en.eq(pipeline.valid(goes & ~values, cycles=self._ask_cycle)),
         ]
-        elements = register(elements_line.o.as_value(), "elements")
+        elements = register(elements_line.o.as_value(), "elements", cycles=self._operand_cycle - line_cycles)
         products = []
         for lane in range(p.lanes):
             operand = Mux(values, factor.factor, query_read.data[8 * lane : 8 * lane + 8].as_signed())
             operand = register(operand, "operand")
-            products.append(register(elements[8 * lane : 8 * lane + 8].as_signed() * operand, "product"))
+            # The register behind a multiplier leads to another one and nothing else: it can lie where that does.
+            products.append(register(elements[8 * lane : 8 * lane + 8].as_signed() * operand, "product", cycles=2))
 
         # Values.
         m.submodules.sums = sums = BlockSums(p.lanes, self._words, sum_width(self.most_rows))
@@ -431,7 +436,7 @@ class Int8Rows(wiring.Component):
             sums.valid.eq(pipeline.valid(goes & values, cycles=self._sum_cycle)),
             sums.address.eq(self._address(summed.position.transfer, summed.vector)),
             sums.first.eq(summed.position.first_row),
-            sums.place.eq(register(factor.place, "place")),
+            sums.place.eq(register(factor.place, "place", cycles=2)),
             *(sums.products[lane].eq(product) for lane, product in enumerate(products)),
             end_of_values.eq(
                 pipeline.valid(last_turn & position.final & values, cycles=self._sum_cycle + sums.latency)

@@ -35,7 +35,7 @@ class RowFactor(wiring.Component):
         0 for a product of 0. The product is about ``factor * 2^(place - 42)``.
     """
 
-    latency = 5
+    latency = 6
 
     def __init__(self):
         super().__init__({"weight": In(WEIGHT_BITS), "scale": In(16), "factor": Out(FACTOR_BITS), "place": Out(7)})
@@ -50,15 +50,16 @@ class RowFactor(wiring.Component):
         mantissa = register(Cat(self.scale[:10], normal), "mantissa")
         exponent = Cat(self.scale[10] | ~normal, self.scale[11:15])
 
-        # Cycles 1 and 2: the product, of two narrow ones.
+        # Cycles 1 to 3: the product, of two narrow ones. The register behind a multiplier leads to another one and
+        # nothing else, so that it can lie where the multiplier does.
         half = WEIGHT_BITS // 2
         width = WEIGHT_BITS + FP16_MANTISSA
-        low = register(weight[:half] * mantissa, "low")
-        high = register(weight[half:] * mantissa, "high")
+        low = register(weight[:half] * mantissa, "low", cycles=2)
+        high = register(weight[half:] * mantissa, "high", cycles=2)
         product = register(Cat(low[:half], (low[half:] + high)[: width - half]), "product")
-        exponent = register(exponent, "exponent", cycles=3)
+        exponent = register(exponent, "exponent", cycles=4)
 
-        # Cycle 3: where its first one stands. Cycle 4: the bits from there on.
+        # Cycle 4: where its first one stands. Cycle 5: the bits from there on.
         zeros = register(leading_zeros(m, product), "zeros")
         nonzero = register(product.any(), "nonzero")
         product = register(product, "product")

@@ -46,6 +46,7 @@ class RowQuantizer(wiring.Component):
     queries : in stream, see `query_input`
         `row_transfers` transfers a query.
     rows : in stream, see `kvant.hw.attention.layouts.replay_output`
+        A pass without rows comes when the rows before it have left.
     query : out stream, see `query_output`
     row : out stream, see `row_output`
     nonfinite : out

@@ -8,11 +8,11 @@
 from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from typing import NamedTuple
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value, signed
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.attention.floating import SPLIT_PRODUCT_LATENCY, split_product
+from kvant.hw.attention.floating import SPLIT_PRODUCT_LATENCY, chained_latency, chained_product, split_product
 from kvant.hw.numeric.floating import FP16_LSB, FP16_MANTISSA, FP32_MANTISSA, Pipeline
 from kvant.hw.parameters import check_integer
 
@@ -157,7 +157,9 @@ class ScoreScaler(wiring.Component):
         When *width* is outside 8 .. 26.
     """
 
-    latency = 8 + SPLIT_PRODUCT_LATENCY
+    _A_PIECES, _B_PIECES = 2, 3  # of the product: a multiplier of at most 13 by 16 bits for each pair
+    _product = chained_latency(_A_PIECES * _B_PIECES)
+    latency = 6 + _product
 
     def __init__(self, width: int):
         self.width = check_integer("width", width, 8, 26)
@@ -165,25 +167,30 @@ class ScoreScaler(wiring.Component):
             {"a": In(signed(width)), "b": In(FACTOR_WIDTH), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
         )
 
+    @staticmethod
+    def _pieces(number: Value, count: int) -> list[Value]:
+        """*number* in so many pieces of equal length, the last one shorter."""
+        size = -(-len(number) // count)
+        return [number[k * size : (k + 1) * size] for k in range(count)]
+
     def elaborate(self, platform):
         m = Module()
         pipeline = Pipeline(m)
         register = pipeline.register
 
-        # Cycle 0: sign and magnitude of a. They wait for a cycle, on their way to the multipliers.
+        # Cycle 0: sign and magnitude of a.
         sign = register(self.a < 0, "sign", cycles=self.latency - 2)
-        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude", cycles=2)
-        b = register(self.b, "b", cycles=2)
+        magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude")
+        b = register(self.b, "b")
         amount = Signal(EXPONENT.width)
         m.d.comb += amount.eq(LEAST_SHIFT - self.e)
-        amount = register(amount, "amount", cycles=3 + SPLIT_PRODUCT_LATENCY)
+        amount = register(amount, "amount", cycles=1 + self._product)
 
-        # Cycles 2 to 5: the product, for each half of a in three parts.
-        half = (self.width - 1) // 2
-        low, high = (split_product(pipeline, b, part, pieces=3) for part in (magnitude[:half], magnitude[half:]))
-        product = register((low + (high << half))[: FACTOR_WIDTH + self.width - 1], "product")
+        # From cycle 1 on the product.
+        halves = self._pieces(magnitude, self._A_PIECES)
+        product = chained_product(pipeline, halves, self._pieces(b, self._B_PIECES))
 
-        # Cycles 6 to 8: shifted, and whether a one fell off. The bit behind the result comes along.
+        # Three cycles: shifted, and whether a one fell off. The bit behind the result comes along.
         size = LOG_WIDTH - 1
         word = Cat(Const(0, 1 + LEAST_SHIFT), product)
         lost = Const(0, 1)
@@ -196,13 +203,13 @@ class ScoreScaler(wiring.Component):
                 word = shifted
             word, lost, amount = register(word, "word"), register(lost, "lost"), register(amount, "amount")
 
-        # Cycle 9: too large a number becomes the largest, which is not rounded up.
+        # Too large a number becomes the largest, which is not rounded up.
         number = word[1:][:size]
         saturates = word[1 + size :].any()
         increment = word[0] & (lost | word[1]) & ~saturates & ~number.all()
         number = register(number | saturates.replicate(size), "number")
 
-        # Cycle 10: rounded and signed by one addition, -(m + i) = ~m + (1 - i).
+        # Rounded and signed by one addition, -(m + i) = ~m + (1 - i).
         carry = register(sign ^ increment, "carry")
         sign = register(sign, "sign")
         total = (Cat(number, 0) ^ sign.replicate(LOG_WIDTH)) + carry

@@ -1,6 +1,6 @@
 """The end of a pipeline: results wait for their receiver, and the pipeline learns from a register when to stop."""
 
-from amaranth.hdl import Module, Signal
+from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -43,11 +43,10 @@ class OutputQueue(wiring.Component):
             next_waiting.eq(waiting + push - pop),
         ]
         m.d.sync += [waiting.eq(next_waiting), self.advance.eq(next_waiting != 2)]
-        with m.If(push):
-            with m.If((waiting == 0) | pop):
-                m.d.sync += self.o.payload.eq(self.payload)
-            with m.Else():
-                m.d.sync += second.eq(self.payload)
-        with m.Elif(pop):
-            m.d.sync += self.o.payload.eq(second)
+        # What is no result is taken, too, and overwritten: so the registers' enables and the choice are short logic,
+        # and that of `second` does not wait for `ready`, which comes from far.
+        with m.If(self.o.ready | (waiting == 0)):
+            m.d.sync += self.o.payload.eq(Mux(waiting == 2, second, self.payload))
+        with m.If(self.advance):
+            m.d.sync += second.eq(self.payload)
         return m

@@ -12,6 +12,7 @@ from kvant.hw.attention.scaler import LOG_WIDTH
 from kvant.hw.attention.softmax import SoftmaxWeights
 from kvant.hw.kvcache.layouts import TableWrite
 from kvant.hw.numeric.output_queue import OutputQueue
+from kvant.hw.numeric.stream_register import StreamRegister
 from kvant.hw.pq.bins import ValueBins
 from kvant.hw.pq.centroid_decoder import CentroidDecoder
 from kvant.hw.pq.code_path import CodePath, code_output
@@ -165,6 +166,12 @@ class PqAttention(wiring.Component):
             ]
             return queue.o
 
+        def held(name: str, source):
+            """The same for a transfer every second cycle at most, with half the registers."""
+            m.submodules[f"{name}_register"] = register = StreamRegister(source.payload.shape())
+            wiring.connect(m, source, register.i)
+            return register.o
+
         # Coding.
         batch = buffered("batch", ring.rows)
         wiring.connect(m, wiring.flipped(self.x), ring.x)
@@ -193,15 +200,15 @@ class PqAttention(wiring.Component):
         wiring.connect(m, wiring.flipped(self.cmd), queries.cmd)
         wiring.connect(m, wiring.flipped(self.q), quantizer.queries)
         wiring.connect(m, buffered("replay", ring.row_out), quantizer.rows)
-        wiring.connect(m, quantizer.query, queries.query)
+        wiring.connect(m, buffered("query", quantizer.query), queries.query)
         wiring.connect(m, queries.table_queries, engine.q)
         wiring.connect(m, queries.queries, rows.q)
         wiring.connect(m, codebooks.o, engine.attend_words)
         wiring.connect(m, wiring.flipped(self.history), reader.words)
         wiring.connect(m, reader.tables, tables.words)
         wiring.connect(m, reader.bins, bins.words)
-        wiring.connect(m, buffered("coded", engine.out), normalizer.coded)
-        wiring.connect(m, buffered("sums", rows.o), normalizer.rows)
+        wiring.connect(m, held("coded", engine.out), normalizer.coded)
+        wiring.connect(m, held("sums", rows.o), normalizer.rows)
         out = buffered("out", normalizer.out)
         m.d.comb += [
             self.out.payload.data.eq(out.payload.data),

@@ -35,7 +35,7 @@ class ProductArray(wiring.Component):
         Of each sub-space.
     """
 
-    product_latency = 2
+    product_latency = 3
 
     def __init__(self, p: PqParameters):
         self.p = p
@@ -58,7 +58,8 @@ class ProductArray(wiring.Component):
         for lane in range(p.slice_bytes):
             operand = register(self.operands[lane], "operand")
             element = register(self.centroid[lane], "element")
-            products.append(register(operand * element, "product"))
+            # The register behind a multiplier leads to another one and nothing else: it can lie where that does.
+            products.append(register(operand * element, "product", cycles=2))
         sums = products
         for _ in range(self.levels):
             sums = [register(low + high, "sum") for low, high in zip(sums[::2], sums[1::2], strict=True)]

@@ -99,13 +99,14 @@ class RowLoader(wiring.Component):
         number = Signal(index_range(of_transfer))
         row_place = Signal(index_range(p.row_transfers * of_transfer))
         vector = Signal(index_range(self.pieces.vectors))
-        last_vector = Signal.like(vector)
+        left = Signal(range(self.pieces.vectors + 1))  # rows, that of the held transfer included
+        last_row = Signal()  # there is one; a register, since it is early in what says whether a transfer is taken
         transfer_end, row_end, take = Signal(), Signal(), Signal()
         m.d.comb += [
             transfer_end.eq(holds & (number == of_transfer - 1)),
             row_end.eq(transfer_end & held_last),
             # Rows of the next job are not taken behind the last one of this.
-            self.i.ready.eq(wanted & (~holds | (transfer_end & ~(held_last & (vector == last_vector))))),
+            self.i.ready.eq(wanted & (~holds | (transfer_end & ~(held_last & last_row)))),
             take.eq(self.i.valid & self.i.ready),
             self.valid.eq(holds & (row_place < p.head_dim // lanes)),
             self.elements.eq(held[:width]),
@@ -115,9 +116,9 @@ class RowLoader(wiring.Component):
             self.busy.eq(wanted),
         ]
         with m.If(self.start):
-            m.d.sync += [wanted.eq(1), vector.eq(0), last_vector.eq(self.count - 1)]
+            m.d.sync += [wanted.eq(1), vector.eq(0), left.eq(self.count), last_row.eq(self.count == 1)]
         with m.Elif(row_end):
-            m.d.sync += [vector.eq(vector + 1), wanted.eq(vector != last_vector)]
+            m.d.sync += [vector.eq(vector + 1), wanted.eq(~last_row), left.eq(left - 1), last_row.eq(left == 2)]
         with m.If(take):
             m.d.sync += [held.eq(self.i.payload.data), held_last.eq(self.i.payload.last), holds.eq(1), number.eq(0)]
         with m.Elif(holds):
