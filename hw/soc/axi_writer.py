@@ -9,6 +9,7 @@ from kvant.hw.soc.axi import Burst, WriteSignature, word_address_bits
 from kvant.hw.soc.parameters import LONGEST_BURST, PAGE_BYTES, SocParameters
 from kvant.hw.soc.word_queue import WordQueue
 
+ENTRY = 4
 WAITING_BURSTS = 8
 UNANSWERED = 15
 """Most bursts without an answer."""
@@ -77,19 +78,28 @@ class AxiWriter(wiring.Component):
         m.submodules.bursts = bursts = fifo.SyncFIFOBuffered(width=Burst(p).size, depth=WAITING_BURSTS)
         page_words = PAGE_BYTES // p.port_bytes
 
+        # Whether a word follows the one before is a long way: it does not decide whether the next one may come.
+        m.submodules.entry = entry = fifo.SyncFIFOBuffered(width=write_word(p).size, depth=ENTRY)
+        m.d.comb += [
+            entry.w_data.eq(self.i.payload),
+            entry.w_en.eq(self.i.valid),
+            self.i.ready.eq(entry.w_rdy),
+        ]
+
         # Bursts form.
-        word = self.i.payload
+        word = Signal(write_word(p))
+        m.d.comb += word.eq(entry.r_data)
         is_open = Signal()
         base, following = Signal(word_address_bits(p)), Signal(word_address_bits(p))
         count = Signal(8)  # words of the open burst
         apart, ends, take, close = Signal(), Signal(), Signal(), Signal()
         burst = Signal(Burst(p))
         m.d.comb += [
-            apart.eq(is_open & Mux(self.i.valid, word.address != following, self.flush)),
+            apart.eq(is_open & Mux(entry.r_rdy, word.address != following, self.flush & (entry.level == 0))),
             ends.eq((word.address % page_words == page_words - 1) | (Mux(is_open, count, 0) == self.burst_beats - 1)),
-            close.eq(bursts.w_rdy & (apart | (self.i.valid & ends & words.i.ready))),
-            take.eq(self.i.valid & bursts.w_rdy & ~apart & words.i.ready),
-            self.i.ready.eq(bursts.w_rdy & ~apart & words.i.ready),
+            close.eq(bursts.w_rdy & (apart | (entry.r_rdy & ends & words.i.ready))),
+            take.eq(entry.r_rdy & bursts.w_rdy & ~apart & words.i.ready),
+            entry.r_en.eq(bursts.w_rdy & ~apart & words.i.ready),
             words.i.valid.eq(take),
             words.i.payload.data.eq(word.data),
             words.i.payload.strobes.eq(word.strobes),
@@ -124,7 +134,7 @@ class AxiWriter(wiring.Component):
             words.o.ready.eq(load),
             self.sent.eq(bus.wvalid & bus.wready),
             self.owes.eq(unanswered != 0),
-            self.idle.eq(~is_open & ~bursts.r_rdy & (bursts.level == 0) & ~self.owes),
+            self.idle.eq((entry.level == 0) & ~is_open & ~bursts.r_rdy & (bursts.level == 0) & ~self.owes),
         ]
         m.d.sync += unanswered.eq(unanswered + starts - answered)
         with m.If(bus.awready):
