@@ -271,11 +271,20 @@ def rtl_decoder(
     stall: float = 0.0,
     seed: int = 0,
 ) -> "Decoder":
-    """A decoder whose linear layers run in the compiled RTL."""
+    """A decoder whose linear layers run in the compiled RTL.
+
+    Raises
+    ------
+    ParameterError
+        A layer that does not fit the array's buffers: before anything is built.
+    """
     from kvant.golden.models.generate import Decoder
+    from kvant.hw.linear.jobs import plan
     from kvant.sim.compiled.layers import CompiledLayers
     from kvant.sim.compiled.linear import CompiledLinear
 
+    for outputs, inputs in {record.shape for record in weights.values()}:
+        plan(chosen.linear, tokens=1, inputs=inputs, outputs=outputs)
     engine = CompiledLinear(chosen.linear, threads=threads, stall=stall, seed=seed, progress=report)
     layers = CompiledLayers(engine, weights, lambda done, total: report("load", done, total))
     return Decoder(checkpoint, layers, attention)

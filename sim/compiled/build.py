@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ VERILATOR_OPTIONS = (
     "fast",
     "--no-timing",
     "--no-assert",
+    "-fno-dfg-scoped",  # would look through the ports of shared modules, whose instances then differ
     "-Wno-fatal",
     "-Wno-lint",
 )
@@ -43,6 +45,10 @@ COMMON_FLAGS = ("-std=c++17", "-w", "-fPIC", "-fvisibility=hidden", "-fno-gnu-un
 FAST_FLAGS = ("-O2", "-march=native", "-fno-strict-aliasing")
 SLOW_FLAGS = ("-O0",)  # what runs once, at the beginning
 RUNTIME_FLAGS = ("-O2",)
+
+SHARED_INSTANCES = 4
+SHARED_LINES = 200
+"""A module with so many instances in one place, and so many lines with all it holds, is compiled once for them all."""
 
 _RUNTIME = ("verilated.cpp", "verilated_threads.cpp")
 _POLL_SECONDS = 0.05
@@ -80,7 +86,11 @@ def library(design: Design, *, threads: int = 1, progress: Progress | None = Non
         raise ParameterError(f"design {design.name}: has no clock; legal is a clocked one")
     version = toolchain.version("verilator")
     source = Path(__file__).with_name("player.cpp").read_text(encoding="utf-8")
-    texts = {"design.sv": design.verilog + wrapper(design), "player.cpp": source + bindings(design)}
+    texts = {
+        "design.sv": design.verilog + wrapper(design),
+        "shared.vlt": sharing(design),
+        "player.cpp": source + bindings(design),
+    }
     options = repr((VERILATOR_OPTIONS, COMMON_FLAGS, FAST_FLAGS, SLOW_FLAGS, threads))
     key = "\0".join([version, _compiler(), options, *texts.values()])
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -126,6 +136,40 @@ def wrapper(design: Design) -> str:
     )
 
 
+def sharing(design: Design) -> str:
+    """Verilator control file that keeps the code of modules with many instances together.
+
+    Left alone, Verilator writes all instances out, which for a large array is more code than caches hold. Their inputs
+    are made readable from outside, lest the instances differ in the signals that their ports stand for.
+    """
+    bodies = dict(re.findall(r"^module (\w+)\b(.*?)^endmodule", design.verilog, re.MULTILINE | re.DOTALL))
+    children = {
+        name: Counter(kind for kind in re.findall(r"^ +(\w+) \w+ \($", body, re.MULTILINE) if kind in bodies)
+        for name, body in bodies.items()
+    }
+
+    @cache
+    def lines(name: str) -> int:
+        return bodies[name].count("\n") + sum(count * lines(kind) for kind, count in children[name].items())
+
+    shared: list[str] = []
+
+    def visit(name: str) -> None:
+        for kind, count in children[name].items():
+            if count < SHARED_INSTANCES or lines(kind) < SHARED_LINES:
+                visit(kind)
+            elif kind not in shared:
+                shared.append(kind)
+
+    visit(design.name)
+    text = ["`verilator_config"]
+    for kind in sorted(shared):
+        text.append(f'no_inline -module "{kind}"')
+        ports = re.findall(r"^ *input\b[^;]*?(\w+);$", bodies[kind], re.MULTILINE)
+        text += [f'public_flat_rd -module "{kind}" -var "{port}"' for port in ports if port != "clk"]
+    return "\n".join([*text, ""])
+
+
 def plain_ports(design: Design) -> list[str]:
     """Ports that belong to no stream, without clock and reset, in their order."""
     taken = {name for s in design.streams.values() for name in (s.valid, s.ready, *s.fields.values())}
@@ -165,7 +209,8 @@ def _build(folder: Path, result: Path, threads: int, version: str, progress: Pro
         str(root / "bin" / "verilator_bin"),
         *VERILATOR_OPTIONS,
         *(["--threads", str(threads)] if threads > 1 else []),
-        *["--top-module", WRAPPER, "--prefix", "Vmodel", "--Mdir", str(folder), str(folder / "design.sv")],
+        *["--top-module", WRAPPER, "--prefix", "Vmodel", "--Mdir", str(folder)],
+        *[str(folder / "shared.vlt"), str(folder / "design.sv")],
     ]
     _run_all([translate], folder, "Verilator", lambda done, total: progress("translate", done, total))
     includes = [f"-I{folder}", f"-I{root / 'include'}", f"-I{root / 'include' / 'vltstd'}"]

@@ -238,8 +238,14 @@ enum Outcome { kDone = 0, kSlice = 1, kLimit = 2, kIdle = 3, kFault = 4 };
 class Player {
   public:
     Player();
-    ~Player() { model->final(); }
+    ~Player() {
+        enter();
+        model->final();
+        model.reset();
+    }
 
+    // Verilator's runtime takes the thread's context for the model's: there may be several models.
+    void enter() const { Verilated::threadContextp(context.get()); }
     void edge() {
         model->clk = 0;
         model->eval();
@@ -247,6 +253,7 @@ class Player {
         model->eval();
     }
     void reset(int cycles) {
+        enter();
         *rst = 1;
         for (auto& agent : agents) agent->reset();
         for (int i = 0; i < cycles; ++i) edge();
@@ -264,6 +271,7 @@ class Player {
         return moved;
     }
     int run(std::int64_t limit, std::int64_t idle, double seconds) {
+        enter();
         const auto begin = std::chrono::steady_clock::now();
         for (unsigned steps = 1;; ++steps) {
             // Only a transfer ends a run or, as a rule, breaks a rule; a waiting payload may change without one.
@@ -315,6 +323,7 @@ class Player {
 };
 
 Player::Player() {
+    enter();
     context->threads(KVANT_THREADS);
     model = std::make_unique<Vmodel>(context.get());
     rst = &no_reset;
@@ -335,6 +344,7 @@ KVANT_API int kvant_run(Player* player, std::int64_t limit, std::int64_t idle, d
     return player->run(limit, idle, seconds);
 }
 KVANT_API void kvant_steps(Player* player, std::int64_t cycles) {
+    player->enter();
     for (std::int64_t i = 0; i < cycles; ++i) player->step();
 }
 KVANT_API void kvant_mark(Player* player) {

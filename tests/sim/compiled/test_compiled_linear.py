@@ -87,3 +87,13 @@ def test_the_order_of_the_weights_follows_the_tiles_that_take_turns(chosen, engi
     other = weights.ordered(3)
     assert sorted(map(bytes, other["data"])) == sorted(map(bytes, weights.data))
     assert not np.array_equal(other["data"], weights.data)
+
+
+def test_several_models_live_side_by_side_and_end_in_any_order(chosen):
+    arrays = random_case(chosen, tokens=1, inputs=20, outputs=6, seed=2)
+    expected = bits(golden_outputs(chosen.linear, arrays)["y"])
+    engines = [CompiledLinear(chosen.linear) for _ in range(3)]
+    for first in (1, 0, 0):
+        for engine in engines:
+            assert bits(engine.multiply(arrays["x"], engine.pack(arrays)).y) == expected
+        engines.pop(first).close()
