@@ -16,9 +16,9 @@ from amaranth.hdl import Array, Cat, Const, Module, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.attention.scaler import LOG_FRACTION, LOG_WIDTH
 from kvant.hw.numeric.floating import Pipeline
-from kvant.hw.pq.parameters import WEIGHT_BITS
 
 SEGMENT_BITS = 6
 """Bits of the number of a segment of an octave."""

@@ -10,36 +10,18 @@ from amaranth.hdl import Array, Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, enum, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.block_sums import PLACE_OFFSET, SPACING, BlockSums, sum_width
+from kvant.hw.attention.cache_shape import WEIGHT_BITS, CacheShape
 from kvant.hw.attention.exponential import Exponential
-from kvant.hw.attention.scaler import LOG_WIDTH, ScoreFactor, ScoreScaler
-from kvant.hw.linear.parameters import ceil_div, signed_width
+from kvant.hw.attention.layouts import index_range
+from kvant.hw.attention.row_factor import PLACE_BITS, RowFactor
+from kvant.hw.attention.row_scores import RowScores
+from kvant.hw.attention.scaler import LOG_WIDTH
+from kvant.hw.linear.parameters import ceil_div
+from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.delay_line import DelayLine
-from kvant.hw.numeric.floating import (
-    FP16_LSB,
-    FP16_MANTISSA,
-    Pipeline,
-    leading_zeros,
-    shift_left,
-)
+from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.parameters import check_integer
-from kvant.hw.pq.adder_tree import tree_levels, tree_sum
-from kvant.hw.pq.codebook_jobs import index_range
-from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS, PqParameters
-
-FACTOR_BITS = 17
-"""Bits that are kept of the product of a weight and a scale: signed, it fits a multiplier of 18 bits."""
-
-GUARD_BITS = 8
-"""Bits of a sum below the last bit of its largest product."""
-
-PLACE_BITS = 7
-"""Bits of the place of a factor: 0 for a factor of 0, else the product's length plus the scale's exponent."""
-
-PLACE_OFFSET = FACTOR_BITS + GUARD_BITS - FP16_LSB
-"""A sum of place E counts units of ``2^(E - PLACE_OFFSET)``."""
-
-SPACING = 7
-"""Fewest cycles between two turns that meet in a sum: those of one query and transfer in two rows."""
 
 LOG_LEAST = -(1 << (LOG_WIDTH - 1))
 """Below every z: the largest z of no rows."""
@@ -53,14 +35,9 @@ class Int8Job(enum.Enum, shape=2):
     VALUES = 2
 
 
-def default_rows(p: PqParameters) -> int:
+def default_rows(p: CacheShape) -> int:
     """Rows that are not coded at most: sinks, the recent window, and two batches on their way to the coder."""
     return p.sinks + p.recent + 2 * p.batch_tokens
-
-
-def sum_width(rows: int) -> int:
-    """Bits of a signed block-floating sum of so many rows."""
-    return signed_width(rows * (INT8_MAGNITUDE * ((1 << FACTOR_BITS) - 1) << GUARD_BITS))
 
 
 def total_width(rows: int) -> int:
@@ -68,7 +45,7 @@ def total_width(rows: int) -> int:
     return (rows * ((1 << WEIGHT_BITS) - 1)).bit_length()
 
 
-def row_sums(p: PqParameters, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
+def row_sums(p: CacheShape, *, queries: int | None = None, rows: int | None = None) -> data.StructLayout:
     """Payload of `Int8Rows.o`: `lanes` sums ``data * 2^exponent`` of query `vector`; `last` ends the job."""
     queries = p.q_parallel if queries is None else queries
     width = sum_width(default_rows(p) if rows is None else rows)
@@ -80,311 +57,6 @@ def row_sums(p: PqParameters, *, queries: int | None = None, rows: int | None = 
             "last": 1,
         }
     )
-
-
-class RowFactor(wiring.Component):
-    """Product of a weight and a scale, cut to its first 17 bits.
-
-    Attributes
-    ----------
-    latency : int
-        Cycles from the operands to the factor. One per cycle.
-
-    Members
-    -------
-    weight : in
-        `WEIGHT_BITS` bits.
-    scale : in
-        fp16, finite; its sign is ignored. Subnormals and 0 included.
-    factor : out
-        `FACTOR_BITS` bits, the topmost of them set unless the product is 0; what is below is cut off.
-    place : out
-        Length of the product (weight times mantissa) plus the exponent of the scale, that of a subnormal being 1;
-        0 for a product of 0. The product is about ``factor * 2^(place - 42)``.
-    """
-
-    latency = 5
-
-    def __init__(self):
-        super().__init__({"weight": In(WEIGHT_BITS), "scale": In(16), "factor": Out(FACTOR_BITS), "place": Out(7)})
-
-    def elaborate(self, platform):
-        m = Module()
-        register = Pipeline(m).register
-        normal = self.scale[10:15].any()
-
-        # Cycle 0: parts of the scale.
-        weight = register(self.weight, "weight")
-        mantissa = register(Cat(self.scale[:10], normal), "mantissa")
-        exponent = Cat(self.scale[10] | ~normal, self.scale[11:15])
-
-        # Cycles 1 and 2: the product, of two narrow ones.
-        half = WEIGHT_BITS // 2
-        width = WEIGHT_BITS + FP16_MANTISSA
-        low = register(weight[:half] * mantissa, "low")
-        high = register(weight[half:] * mantissa, "high")
-        product = register(Cat(low[:half], (low[half:] + high)[: width - half]), "product")
-        exponent = register(exponent, "exponent", cycles=3)
-
-        # Cycle 3: where its first one stands. Cycle 4: the bits from there on.
-        zeros = register(leading_zeros(m, product), "zeros")
-        nonzero = register(product.any(), "nonzero")
-        product = register(product, "product")
-        top_place = register((exponent + width)[:PLACE_BITS], "top_place")
-        factor = register(shift_left(m, product, zeros)[-FACTOR_BITS:], "factor")
-        place = register((top_place - zeros)[:PLACE_BITS] & nonzero.replicate(PLACE_BITS), "place")
-        m.d.comb += [self.factor.eq(factor), self.place.eq(place)]
-        return m
-
-
-class BlockSums(wiring.Component):
-    """Memory of block-floating sums: words of `lanes` integers that share an exponent, and a pipeline that adds.
-
-    A turn adds ``product << GUARD_BITS``, in units of its own place, to the word of its address. The word's place
-    becomes the larger one; of the two addends the one with the smaller place is shifted down by the difference and
-    rounded to minus infinity. A turn reads its word in cycle 0 and writes it in cycle 6, so two turns of one address
-    are `SPACING` cycles apart, and no address is read and written in one cycle.
-
-    Parameters
-    ----------
-    lanes, depth : int
-        Sums of a word, words.
-    width : int
-        Bits of a sum, signed; no sum may exceed them.
-
-    Attributes
-    ----------
-    place_delay, product_delay : int
-        Cycles of a turn in which `place` and `products` are read.
-    latency : int
-        Cycles from a turn until its word can be read.
-
-    Members
-    -------
-    valid, address : in
-        A turn, in its cycle 0.
-    first : in
-        The word is 0 with place 0 before, in cycle 0.
-    place : in
-        Place of the products, in cycle 2.
-    products : in, array of `lanes`
-        Signed elements times factor, in cycle 3.
-    look_enable, look_address : in
-        Read a word while no turn is under way.
-    look : out
-        {place, sums}, one cycle later; stays until the next reading.
-    """
-
-    place_delay = 2
-    product_delay = 3
-    latency = SPACING
-
-    PRODUCT = signed(FACTOR_BITS + 8)
-
-    def __init__(self, lanes: int, depth: int, width: int):
-        self.lanes = lanes
-        self.depth = max(2, depth)
-        self.width = width
-        self.word = data.StructLayout({"place": PLACE_BITS, "sums": data.ArrayLayout(signed(width), lanes)})
-        address = range(self.depth)
-        super().__init__(
-            {
-                "valid": In(1),
-                "address": In(address),
-                "first": In(1),
-                "place": In(PLACE_BITS),
-                "products": In(data.ArrayLayout(self.PRODUCT, lanes)),
-                "look_enable": In(1),
-                "look_address": In(address),
-                "look": Out(self.word),
-            }
-        )
-
-    def elaborate(self, platform):
-        m = Module()
-        pipeline = Pipeline(m)
-        register = pipeline.register
-        # The collision logic of a block RAM is left out: see the class.
-        m.submodules.words = words = memory.Memory(shape=self.word, depth=self.depth, init=[], attrs={"no_rw_check": 1})
-        write, read = words.write_port(), words.read_port()
-        m.d.comb += [
-            read.en.eq(self.valid | self.look_enable),
-            read.addr.eq(Mux(self.look_enable, self.look_address, self.address)),
-            self.look.eq(read.data),
-        ]
-
-        # Cycle 1: a new sum begins at 0, whatever the memory holds.
-        first = register(self.first, "first")
-        fetched = read.data.as_value()
-        old = data.View(self.word, register(Mux(first, 0, fetched)[: len(fetched)], "old"))
-
-        # Cycle 2: which of the two has to come down, and how far. That is less than 64, for a product of a weight and a
-        # scale has places 2 to 65; place 0 is that of 0, which may come down by any distance.
-        grows = self.place > old.place
-        amount = Mux(grows, self.place - old.place, old.place - self.place)[:6]
-        grows = register(grows, "grows")
-        amount = register(amount, "amount")
-        place = register(Mux(self.place > old.place, self.place, old.place), "place", cycles=4)
-        olds = [register(old.sums[lane], "old_sum") for lane in range(self.lanes)]
-
-        # Cycles 3 and 4: shift it down. Cycle 5: add.
-        low_amount = register(amount[:3], "low_amount")
-        results = []
-        for lane in range(self.lanes):
-            added = Signal(signed(self.width), name=f"added_{lane}")
-            falls = Signal(signed(self.width), name=f"falls_{lane}")
-            m.d.comb += [
-                added.eq(self.products[lane] << GUARD_BITS),
-                falls.eq(Mux(grows, olds[lane], added)),
-            ]
-            stays = register(register(Mux(grows, added, olds[lane]), "stays"), "stays")
-            number = register(self._shift(m, falls, [(amount[k], 1 << k) for k in (5, 4, 3)]), "falling")
-            number = register(self._shift(m, number, [(low_amount[k], 1 << k) for k in (2, 1, 0)]), "falling")
-            total = Signal(signed(self.width), name=f"total_{lane}")
-            m.d.comb += total.eq(stays + number)
-            results.append(register(total, "sum"))
-
-        # Cycle 6: write.
-        m.d.comb += [
-            write.en.eq(pipeline.valid(self.valid, cycles=6)),
-            write.addr.eq(register(self.address, "address", cycles=6)),
-            write.data.place.eq(place),
-            *(write.data.sums[lane].eq(result) for lane, result in enumerate(results)),
-        ]
-        return m
-
-    @staticmethod
-    def _shift(m: Module, number: Signal, steps) -> Signal:
-        """Signed *number* over powers of two, rounded to minus infinity: shifted by each step whose bit is set."""
-        for bit, places in steps:
-            shifted = Signal.like(number, name="shifted")
-            m.d.comb += shifted.eq(Mux(bit, number >> places, number))
-            number = shifted
-        return number
-
-
-class RowScores(wiring.Component):
-    """Logarithms of weights from partial dot products: the sum of each group, its scaling, the sum over the groups.
-
-    Parameters
-    ----------
-    p : PqParameters
-    queries : int
-
-    Attributes
-    ----------
-    latency : int
-        Cycles from a row's last partial sum to z.
-
-    Members
-    -------
-    scale_write, scale_vector, query_scale : in
-        Stores the scale of a query.
-    valid, vector : in
-        A partial sum of a query with a transfer of a row. The sums of a group's transfers of one query follow each
-        other in any number of cycles.
-    partial : in, signed
-    first, last : in
-        First and last transfer of its group.
-    first_group, last_group : in
-        First and last group of its row.
-    scale : in
-        fp16 scale of the group.
-    o_valid, o_vector, z : out
-        In the order of the rows' last partial sums.
-    """
-
-    _scaled = 1 + ScoreFactor.latency + ScoreScaler.latency  # cycle in which the logarithm of a group is there
-    latency = _scaled + 2
-
-    def __init__(self, p: PqParameters, queries: int):
-        self.p = p
-        self.queries = queries
-        self.group = min(p.group, p.head_dim)
-        self.sum_width = signed_width(INT8_MAGNITUDE**2 * self.group)
-        self.partial_width = signed_width(INT8_MAGNITUDE**2 * min(p.lanes, self.group))
-        vector = index_range(queries)
-        super().__init__(
-            {
-                "scale_write": In(1),
-                "scale_vector": In(vector),
-                "query_scale": In(16),
-                "valid": In(1),
-                "vector": In(vector),
-                "partial": In(signed(self.partial_width)),
-                "first": In(1),
-                "last": In(1),
-                "first_group": In(1),
-                "last_group": In(1),
-                "scale": In(16),
-                "o_valid": Out(1),
-                "o_vector": Out(vector),
-                "z": Out(signed(LOG_WIDTH)),
-            }
-        )
-
-    def elaborate(self, platform):
-        m = Module()
-        pipeline = Pipeline(m)
-        register = pipeline.register
-        m.submodules.factor = factor = ScoreFactor(self.p.head_dim)
-        m.submodules.scaler = scaler = ScoreScaler(self.sum_width)
-
-        def table(name, shape):
-            """A word per query in LUT RAM, read in the cycle in which it is asked for."""
-            m.submodules[name] = words = memory.Memory(shape=shape, depth=max(2, self.queries), init=[])
-            return words.write_port(), words.read_port(domain="comb")
-
-        # Cycle 0: the sum of the group so far.
-        sums_write, sums_read = table("sums", signed(self.sum_width))
-        scales_write, scales_read = table("scales", 16)
-        r = Signal(signed(self.sum_width))
-        m.d.comb += [
-            sums_read.addr.eq(self.vector),
-            r.eq(Mux(self.first, 0, sums_read.data) + self.partial),
-            sums_write.addr.eq(self.vector),
-            sums_write.data.eq(r),
-            sums_write.en.eq(self.valid),
-            scales_write.addr.eq(self.scale_vector),
-            scales_write.data.eq(self.query_scale),
-            scales_write.en.eq(self.scale_write),
-            scales_read.addr.eq(self.vector),
-        ]
-
-        # From cycle 1: a complete group, times its factor.
-        m.d.comb += [
-            factor.query_scale.eq(register(scales_read.data, "query_scale")),
-            factor.scale.eq(register(self.scale, "scale")),
-            scaler.a.eq(register(r, "r", cycles=1 + factor.latency)),
-            scaler.b.eq(factor.factor.mantissa),
-            scaler.e.eq(factor.factor.exponent),
-        ]
-
-        # The sum of the groups of the row so far, in one cycle: the next group may be right behind.
-        width = LOG_WIDTH + (ceil_div(self.p.head_dim, self.p.group) - 1).bit_length()
-        rows_write, rows_read = table("rows", signed(width))
-        complete = self.valid & self.last
-        vector = register(self.vector, "vector", cycles=self._scaled)
-        total = Signal(signed(width))
-        m.d.comb += [
-            rows_read.addr.eq(vector),
-            total.eq(Mux(register(self.first_group, "first_group", cycles=self._scaled), 0, rows_read.data) + scaler.z),
-            rows_write.addr.eq(vector),
-            rows_write.data.eq(total),
-            rows_write.en.eq(pipeline.valid(complete, cycles=self._scaled)),
-        ]
-
-        # Limited like the logarithm of a group: to the same magnitude on both sides.
-        total = register(total, "total")
-        sign, low, high = total[-1], total[: LOG_WIDTH - 1], total[LOG_WIDTH - 1 :]
-        beyond = (high != sign.replicate(len(high))) | (sign & ~low.any())
-        limited = Mux(beyond, Cat(1, (~sign).replicate(LOG_WIDTH - 2), sign), total[:LOG_WIDTH])
-        m.d.comb += [
-            self.z.eq(register(limited, "z")),
-            self.o_valid.eq(pipeline.valid(complete & self.last_group, cycles=self.latency)),
-            self.o_vector.eq(register(vector, "o_vector", cycles=self.latency - self._scaled)),
-        ]
-        return m
 
 
 class Position(data.StructLayout):
@@ -429,7 +101,7 @@ class Int8Rows(wiring.Component):
 
     Parameters
     ----------
-    p : PqParameters
+    p : CacheShape
     queries : int, optional
         Queries held at most; `q_parallel` if not given.
     rows : int, optional
@@ -490,7 +162,7 @@ class Int8Rows(wiring.Component):
         When a transfer would have elements of two groups, or an argument is out of range.
     """
 
-    def __init__(self, p: PqParameters, *, queries: int | None = None, rows: int | None = None):
+    def __init__(self, p: CacheShape, *, queries: int | None = None, rows: int | None = None):
         self.p = p.check_pq()
         self.queries = check_integer("queries", p.q_parallel if queries is None else queries, 1, 64)
         self.most_rows = check_integer("rows", default_rows(p) if rows is None else rows, 1)

@@ -6,16 +6,16 @@ from amaranth.hdl import Cat, Const, EnableInserter, Module, Mux, Signal, Value
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import WEIGHT_BITS, CacheShape
 from kvant.hw.attention.floating import FloatFromInteger, FloatProduct, fp16_to_fp32
 from kvant.hw.attention.int8_rows import default_rows, row_sums
+from kvant.hw.attention.layouts import SHIFT_BITS, read_output
 from kvant.hw.numeric.floating import FP32_BIAS, FP32_MANTISSA, FloatAdder, Pipeline, add_with_carry
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.parameters import check_integer
-from kvant.hw.pq.codebook_jobs import SHIFT_BITS, read_output
-from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
 
 
-def denominator_width(p: PqParameters) -> int:
+def denominator_width(p: CacheShape) -> int:
     """Bits of the sum of the weights of all keys of a query."""
     return (((1 << WEIGHT_BITS) - 1) * (p.tokens + default_rows(p))).bit_length()
 
@@ -43,7 +43,7 @@ class NormalizeJob(data.StructLayout):
         Sum of all weights of each query; 0 for a query without keys.
     """
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         super().__init__(
             {
                 "count": range(p.q_parallel + 1),
@@ -157,7 +157,7 @@ class Normalizer(wiring.Component):
 
     Parameters
     ----------
-    p : PqParameters
+    p : CacheShape
 
     Attributes
     ----------
@@ -169,7 +169,7 @@ class Normalizer(wiring.Component):
     job : in stream
         `NormalizeJob`.
     coded : in stream
-        `kvant.hw.pq.codebook_jobs.read_output`, of a job with `has_coded`: every slice of every query, in any order;
+        `kvant.hw.attention.layouts.read_output`, of a job with `has_coded`: every slice of every query, in any order;
         `last` with the last one.
     rows : in stream
         `kvant.hw.attention.int8_rows.row_sums`, of a job with `has_rows`: for each query, each transfer of a row. Taken
@@ -185,10 +185,10 @@ class Normalizer(wiring.Component):
     Raises
     ------
     ParameterError
-        See `PqParameters.check_pq`.
+        See `CacheShape.check_pq`.
     """
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         self.p = p.check_pq()
         self._coded, self._rows = read_output(p), row_sums(p)
         width = max(layout["data"].shape.elem_shape.width for layout in (self._coded, self._rows))

@@ -4,8 +4,8 @@ from amaranth.hdl import Array, Module, Mux, Signal
 from amaranth.lib import memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import CacheShape
 from kvant.hw.attention.row_quantizer import query_output
-from kvant.hw.pq.parameters import PqParameters
 
 
 class QueryBuffer(wiring.Component):
@@ -13,7 +13,7 @@ class QueryBuffer(wiring.Component):
 
     Parameters
     ----------
-    p : PqParameters
+    p : CacheShape
 
     Members
     -------
@@ -29,7 +29,7 @@ class QueryBuffer(wiring.Component):
         Nothing is being sent.
     """
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         self.p = p.check_pq()
         super().__init__(
             {

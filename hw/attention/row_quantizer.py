@@ -4,23 +4,23 @@ from amaranth.hdl import Module, Mux, Signal, signed
 from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import CacheShape
+from kvant.hw.attention.layouts import replay_output
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.numeric.int8_quantizer import Int8Quantizer
-from kvant.hw.pq.parameters import PqParameters
-from kvant.hw.pq.ring_layouts import replay_output
 
 
-def query_input(p: PqParameters) -> data.StructLayout:
+def query_input(p: CacheShape) -> data.StructLayout:
     """Payload of the port of queries: `lanes` fp16 elements, any; surplus ones are ignored."""
     return data.StructLayout({"data": data.ArrayLayout(16, p.lanes)})
 
 
-def query_output(p: PqParameters) -> data.StructLayout:
+def query_output(p: CacheShape) -> data.StructLayout:
     """INT8 elements of a query, its fp16 scale, the end of the query."""
     return data.StructLayout({"data": data.ArrayLayout(signed(8), p.lanes), "scale": 16, "last": 1})
 
 
-def row_output(p: PqParameters) -> data.StructLayout:
+def row_output(p: CacheShape) -> data.StructLayout:
     """INT8 elements of a row and the fp16 scale of their group; ends of row and pass; `empty`: there are no rows."""
     return data.StructLayout(
         {"data": data.ArrayLayout(signed(8), p.lanes), "scale": 16, "last": 1, "final": 1, "empty": 1}
@@ -35,7 +35,7 @@ class RowQuantizer(wiring.Component):
 
     Parameters
     ----------
-    p : PqParameters
+    p : CacheShape
 
     Members
     -------
@@ -45,14 +45,14 @@ class RowQuantizer(wiring.Component):
         All queries have left.
     queries : in stream, see `query_input`
         `row_transfers` transfers a query.
-    rows : in stream, see `kvant.hw.pq.ring_layouts.replay_output`
+    rows : in stream, see `kvant.hw.attention.layouts.replay_output`
     query : out stream, see `query_output`
     row : out stream, see `row_output`
     nonfinite : out
         In this cycle a query leaves that had a NaN or an infinity.
     """
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         self.p = p.check_pq()
         super().__init__(
             {

@@ -4,20 +4,20 @@ from amaranth.hdl import Const, EnableInserter, Module, Mux, Signal, Value, sign
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import WEIGHT_BITS, CacheShape
 from kvant.hw.attention.exponential import Exponential
+from kvant.hw.attention.layouts import FrameScores
 from kvant.hw.attention.scaler import LOG_WIDTH, Factor, ScoreScaler
 from kvant.hw.linear.parameters import ceil_div
+from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.output_queue import OutputQueue
-from kvant.hw.pq.adder_tree import tree_levels, tree_sum
-from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
-from kvant.hw.pq.tables import FrameScores
 
 
 class WeightBeat(data.StructLayout):
     """Weights of the tokens of a frame, for each query; `last` ends the scan."""
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         per_token = data.ArrayLayout(WEIGHT_BITS, p.q_parallel)
         super().__init__({"weights": data.ArrayLayout(per_token, p.frame), "last": 1})
 
@@ -42,7 +42,7 @@ class SoftmaxWeights(wiring.Component):
 
     Parameters
     ----------
-    p : PqParameters
+    p : CacheShape
 
     Attributes
     ----------
@@ -79,10 +79,10 @@ class SoftmaxWeights(wiring.Component):
     Raises
     ------
     ParameterError
-        See `PqParameters.check_pq`.
+        See `CacheShape.check_pq`.
     """
 
-    def __init__(self, p: PqParameters):
+    def __init__(self, p: CacheShape):
         self.p = p.check_pq()
         self.frames = ceil_div(p.tokens, p.frame)
         self._levels = tree_levels(p.frame)

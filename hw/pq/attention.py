@@ -5,6 +5,7 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.int8_rows import Int8Job, Int8Rows
+from kvant.hw.attention.layouts import BIN_BITS, SHIFT_BITS
 from kvant.hw.attention.normalize import NormalizeJob, Normalizer, denominator_width
 from kvant.hw.attention.row_quantizer import RowQuantizer, query_input
 from kvant.hw.attention.scaler import LOG_WIDTH
@@ -13,7 +14,6 @@ from kvant.hw.kvcache.layouts import TableWrite
 from kvant.hw.numeric.output_queue import OutputQueue
 from kvant.hw.pq.bins import ValueBins
 from kvant.hw.pq.code_path import CodePath, code_output
-from kvant.hw.pq.codebook_jobs import BIN_BITS, SHIFT_BITS
 from kvant.hw.pq.codebook_merge import CodebookMerge
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.hw.pq.history import HistoryReader

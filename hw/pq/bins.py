@@ -4,10 +4,11 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
+from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.floating import Pipeline
-from kvant.hw.pq.adder_tree import tree_levels, tree_sum
 from kvant.hw.pq.codebook_jobs import bin_read, bins_input
-from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
+from kvant.hw.pq.parameters import PqParameters
 
 
 class CodeWord(data.StructLayout):

@@ -4,8 +4,9 @@ from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import index_range
 from kvant.hw.numeric.output_queue import OutputQueue
-from kvant.hw.pq.codebook_jobs import codes_output, index_range
+from kvant.hw.pq.codebook_jobs import codes_output
 from kvant.hw.pq.parameters import PqParameters
 
 

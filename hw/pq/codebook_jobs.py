@@ -3,14 +3,10 @@
 from amaranth.hdl import signed, unsigned
 from amaranth.lib import data, enum
 
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE
+from kvant.hw.attention.layouts import SHIFT_BITS, index_range
 from kvant.hw.pq.grid_position import POSITION_MAX
-from kvant.hw.pq.parameters import INT8_MAGNITUDE, PqParameters
-
-SHIFT_BITS = 5
-"""Bits of the shift that brings bins to `BIN_BITS`."""
-
-BIN_BITS = 32
-"""Bits of a bin in the read-out, shifted; the bins of a sub-space together stay below ``2^BIN_BITS``."""
+from kvant.hw.pq.parameters import PqParameters
 
 PIECE_BITS = 16
 """Bits of a bin that are multiplied in one step."""
@@ -22,11 +18,6 @@ class Mode(enum.Enum, shape=2):
     NEAREST = 0
     TABLE = 1
     READ_OUT = 2
-
-
-def index_range(count: int) -> range:
-    """Shape of an index below *count*, at least one bit."""
-    return range(max(2, count))
 
 
 def vector_range(p: PqParameters) -> range:
@@ -101,23 +92,6 @@ def bin_read(p: PqParameters) -> data.StructLayout:
 def bins_input(p: PqParameters) -> data.ArrayLayout:
     """Bins of one centroid of every sub-space of a slice."""
     return data.ArrayLayout(unsigned(p.bin_width), p.slice_subspaces)
-
-
-def out_width(p: PqParameters) -> int:
-    """Bits of a signed element of the read-out: at most ``(2^w - 1) * 128`` with bins of w bits in all."""
-    return min(p.bin_width, BIN_BITS) + INT8_MAGNITUDE.bit_length()
-
-
-def read_output(p: PqParameters) -> data.StructLayout:
-    """The read-out of one slice of one query; `last` ends the job."""
-    return data.StructLayout(
-        {
-            "data": data.ArrayLayout(signed(out_width(p)), p.slice_bytes),
-            "vector": index_range(p.q_parallel),
-            "slice": index_range(p.slices),
-            "last": 1,
-        }
-    )
 
 
 def modes() -> data.StructLayout:

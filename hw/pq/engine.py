@@ -7,12 +7,12 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, fifo, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import SHIFT_BITS, read_output
 from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.parameters import check_integer
 from kvant.hw.pq.codebook_jobs import (
     PIECE_BITS,
-    SHIFT_BITS,
     Mode,
     bin_read,
     bins_input,
@@ -21,7 +21,6 @@ from kvant.hw.pq.codebook_jobs import (
     modes,
     query_job,
     read_job,
-    read_output,
     row_input,
     table_output,
     word_input,

@@ -4,9 +4,10 @@ from amaranth.hdl import Cat, Module, Signal, signed
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import index_range
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.numeric.floating import Pipeline
-from kvant.hw.pq.codebook_jobs import encode_job, index_range, row_input
+from kvant.hw.pq.codebook_jobs import encode_job, row_input
 from kvant.hw.pq.grid_position import GridPosition
 from kvant.hw.pq.parameters import PqParameters
 from kvant.hw.pq.row_loader import Pieces, RowLoader, VectorMemory

@@ -5,15 +5,10 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import CAPACITY_GROUPS, CacheParameters, ceil_div
 from kvant.hw.linear.parameters import signed_width
 from kvant.hw.parameters import ParameterError, Parameters
-
-INT8_MAGNITUDE = 128
-"""Largest magnitude of an INT8 number that comes from outside."""
-
-WEIGHT_BITS = 24
-"""Bits of an attention weight, unsigned: the largest weight of a query is ``2^24 - 1``."""
 
 
 class PqParameters(Parameters):

@@ -7,8 +7,9 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import BIN_BITS, SHIFT_BITS, out_width, read_output
 from kvant.hw.numeric.floating import Pipeline
-from kvant.hw.pq.codebook_jobs import BIN_BITS, PIECE_BITS, SHIFT_BITS, Step, bins_input, out_width, read_output
+from kvant.hw.pq.codebook_jobs import PIECE_BITS, Step, bins_input
 from kvant.hw.pq.parameters import PqParameters
 from kvant.hw.pq.product_array import PRODUCT_BITS
 from kvant.hw.pq.reserved_queue import ReservedQueue

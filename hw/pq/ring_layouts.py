@@ -112,36 +112,6 @@ class ReplayRequest(data.StructLayout):
         super().__init__({"store": 1, "head": 8, "history": range(p.tokens + 1)})
 
 
-def replay_output(p: PqParameters) -> data.StructLayout:
-    """Payload of replayed rows.
-
-    Members
-    -------
-    data : lanes * 16
-        Finite fp16 elements; surplus ones are 0.
-    keep : 0 .. lanes
-        Elements of this transfer.
-    group_last : 1
-        End of a group of `group` channels.
-    last : 1
-        End of the row.
-    final : 1
-        Transfer of the last row.
-    empty : 1
-        There is no row: the only transfer of the answer, with all ends set.
-    """
-    return data.StructLayout(
-        {
-            "data": data.ArrayLayout(16, p.lanes),
-            "keep": range(p.lanes + 1),
-            "group_last": 1,
-            "last": 1,
-            "final": 1,
-            "empty": 1,
-        }
-    )
-
-
 class RingStatus(data.StructLayout):
     """What is known of a head and store; all but `scale` are 0 without a sequence.
 

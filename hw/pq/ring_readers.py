@@ -4,11 +4,12 @@ from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import replay_output
 from kvant.hw.kvcache.result_queue import ResultQueue
 from kvant.hw.parameters import check_integer
 from kvant.hw.pq.parameters import PqParameters
 from kvant.hw.pq.ring_control import ContextView, QueuedBatch
-from kvant.hw.pq.ring_layouts import EncodeJob, ReplayRequest, RingShape, batch_rows, replay_output
+from kvant.hw.pq.ring_layouts import EncodeJob, ReplayRequest, RingShape, batch_rows
 from kvant.hw.pq.row_store import RowStore
 from kvant.hw.pq.row_walker import RowWalker
 

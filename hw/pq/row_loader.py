@@ -4,8 +4,9 @@ from amaranth.hdl import Cat, Module, Signal
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import index_range
 from kvant.hw.parameters import ParameterError, check_integer
-from kvant.hw.pq.codebook_jobs import index_range, row_input
+from kvant.hw.pq.codebook_jobs import row_input
 from kvant.hw.pq.parameters import PqParameters
 
 

@@ -4,6 +4,7 @@ from amaranth.hdl import Cat, Module, Mux, Signal, Value
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import replay_output
 from kvant.hw.kvcache.coefficient import TableEntryWrite
 from kvant.hw.kvcache.layouts import Table, TableWrite
 from kvant.hw.pq.parameters import PqParameters
@@ -14,7 +15,6 @@ from kvant.hw.pq.ring_layouts import (
     RingShape,
     RingStatus,
     batch_rows,
-    replay_output,
     row_input,
 )
 from kvant.hw.pq.ring_readers import BatchSender, ReplayReader

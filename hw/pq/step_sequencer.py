@@ -4,7 +4,8 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.pq.codebook_jobs import SHIFT_BITS, Mode, Step, word_input
+from kvant.hw.attention.layouts import SHIFT_BITS
+from kvant.hw.pq.codebook_jobs import Mode, Step, word_input
 from kvant.hw.pq.parameters import PqParameters
 
 

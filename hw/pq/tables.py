@@ -4,9 +4,10 @@ from amaranth.hdl import Cat, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.layouts import FrameScores
+from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.numeric.output_queue import OutputQueue
-from kvant.hw.pq.adder_tree import tree_levels, tree_sum
 from kvant.hw.pq.codebook_jobs import table_output
 from kvant.hw.pq.parameters import PqParameters
 
@@ -18,14 +19,6 @@ class ScanWord(data.StructLayout):
         super().__init__(
             {"data": data.ArrayLayout(p.nbits, p.word_codes), "count": range(p.frame + 1), "last": 1},
         )
-
-
-class FrameScores(data.StructLayout):
-    """Scores of the tokens of a frame, for each query."""
-
-    def __init__(self, p: PqParameters):
-        per_token = data.ArrayLayout(signed(p.score_width), p.q_parallel)
-        super().__init__({"scores": data.ArrayLayout(per_token, p.frame), "count": range(p.frame + 1), "last": 1})
 
 
 class ScoreTables(wiring.Component):

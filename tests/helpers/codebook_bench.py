@@ -11,7 +11,8 @@ from amaranth.lib.wiring import In, Out
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.encode import encode
 from kvant.golden.pq.scores import lookup_table, read_out
-from kvant.hw.pq.codebook_jobs import SHIFT_BITS, encode_job, read_job
+from kvant.hw.attention.layouts import SHIFT_BITS
+from kvant.hw.pq.codebook_jobs import encode_job, read_job
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus

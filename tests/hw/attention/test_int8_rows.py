@@ -11,9 +11,11 @@ from kvant.golden.attention import softmax
 from kvant.golden.attention.int8_rows import row_logarithms, weighted_rows
 from kvant.golden.numeric.int8 import quantize_int8
 from kvant.golden.numeric.rounding import fp16_to_bits
+from kvant.hw.attention import block_sums, row_factor, scaler
 from kvant.hw.attention import int8_rows as hardware
-from kvant.hw.attention import scaler
-from kvant.hw.attention.int8_rows import BlockSums, Int8Job, Int8Rows, RowScores
+from kvant.hw.attention.block_sums import BlockSums
+from kvant.hw.attention.int8_rows import Int8Job, Int8Rows
+from kvant.hw.attention.row_scores import RowScores
 from kvant.hw.emit import emit
 from kvant.hw.parameters import ParameterError
 from kvant.hw.pq.parameters import PqParameters
@@ -231,7 +233,7 @@ def test_the_largest_results_fit(shape):
     check(p, [largest_case(p, 2, most)])
     right = golden(p, largest_case(p, 2, most))[3]
     assert (right.mantissa < 0).all()  # -128 * -128 in the scores, -128 in the values
-    assert int(right.mantissa.abs().max()).bit_length() == hardware.sum_width(most) - 1
+    assert int(right.mantissa.abs().max()).bit_length() == block_sums.sum_width(most) - 1
 
 
 @pytest.mark.parametrize("above", [12345, 24 << 16, 26 << 16, 2**50])
@@ -404,12 +406,12 @@ def test_the_sound_block_does_not_differ():
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        (hardware, "GUARD_BITS", 7),
+        (block_sums, "GUARD_BITS", 7),
         (scaler, "LOG_FRACTION", 15),
         (scaler, "SPLIT_PRODUCT_LATENCY", 2),
         (scaler, "FP16_LSB", -24),
         (hardware, "LOG_LEAST", 1 << 50),
-        (hardware, "FP16_MANTISSA", 10),
+        (row_factor, "FP16_MANTISSA", 10),
         (RowScores, "latency", RowScores.latency - 1),
         (BlockSums, "product_delay", BlockSums.product_delay + 1),
     ],

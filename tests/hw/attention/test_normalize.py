@@ -15,9 +15,9 @@ from verilog_checks import lint, yosys
 from kvant.golden.attention import normalize as golden
 from kvant.hw.attention import normalize as hardware
 from kvant.hw.attention.int8_rows import row_sums
+from kvant.hw.attention.layouts import out_width, read_output
 from kvant.hw.attention.normalize import NormalizeJob, Normalizer, Reciprocal, denominator_width
 from kvant.hw.emit import emit
-from kvant.hw.pq.codebook_jobs import out_width, read_output
 from kvant.hw.pq.parameters import PqParameters
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus

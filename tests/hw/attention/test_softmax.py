@@ -15,11 +15,11 @@ from verilog_checks import lint, yosys
 
 from kvant.golden.attention import softmax as golden
 from kvant.hw.attention import softmax as hardware
+from kvant.hw.attention.layouts import FrameScores
 from kvant.hw.attention.scaler import LOG_WIDTH, Factor
 from kvant.hw.attention.softmax import SoftmaxWeights, WeightBeat
 from kvant.hw.emit import emit
 from kvant.hw.pq.parameters import PqParameters
-from kvant.hw.pq.tables import FrameScores
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
 

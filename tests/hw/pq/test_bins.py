@@ -11,11 +11,12 @@ from memory_collisions import asserted_memories
 from verilog_checks import lint, yosys
 
 from kvant.golden.pq.scores import value_bins
+from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.emit import emit
 from kvant.hw.pq import bins
 from kvant.hw.pq.bins import CodeWord, FrameWeights, ValueBins
 from kvant.hw.pq.codebook_jobs import bin_read
-from kvant.hw.pq.parameters import WEIGHT_BITS, PqParameters
+from kvant.hw.pq.parameters import PqParameters
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
 

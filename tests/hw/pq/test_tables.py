@@ -12,11 +12,12 @@ from verilog_checks import lint, yosys
 
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.scores import lookup_table, table_scores
+from kvant.hw.attention.layouts import FrameScores
 from kvant.hw.emit import emit
-from kvant.hw.pq.adder_tree import tree_levels, tree_sum
+from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.pq.codebook_jobs import table_output
 from kvant.hw.pq.parameters import PqParameters
-from kvant.hw.pq.tables import FrameScores, ScanWord, ScoreTables
+from kvant.hw.pq.tables import ScanWord, ScoreTables
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset, Stimulus
 
