@@ -5,12 +5,12 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS, CAPACITY_GROUPS, LEAST_GROUP, UNIT_BYTES, CacheParameters
 from kvant.hw.linear.parameters import LinearParameters, ceil_div, signed_width
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
 from kvant.hw.numeric.adders import AdderName
 from kvant.hw.parameters import ParameterError, Parameters
-from kvant.hw.pq.parameters import INT8_MAGNITUDE, WEIGHT_BITS
 
 X_SHIFT = 9
 """A weight w is the fp16 number nearest to ``w * 2^-9``, below 2^15, where it becomes an INT8 element."""
