@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS, CAPACITY_GROUPS, LEAST_GROUP, UNIT_BYTES, CacheParameters
@@ -17,6 +17,9 @@ X_SHIFT = 9
 
 UNIT_BITS = 24
 """A denominator counts ``2^-24``, the least fp16 number, where ``2^9`` is the weight 1."""
+
+WIDEST_PORT = 128
+"""Widest port that reads a cache, in bits: a plane of coefficients, or a trailer, is a word of it."""
 
 _LARGEST = {"accumulators": 1024, "activation_words": 65536, "tiles": (1 << COUNT_WIDTH) - 1}
 """What a job of the linear path and its buffers can be."""
@@ -43,7 +46,7 @@ class AttentionParameters(Parameters):
     queries: int = Field(
         2, ge=1, le=64, description="Queries of a command at most: query heads of a KV head times query tokens."
     )
-    port_bits: Literal[32, 64, 128] = Field(128, description="Width of the ports that read keys and values, in bits.")
+    port_bits: Literal[32, 64, 128, 256, 512] = CacheParameters.model_fields["port_bits"]
 
     @field_validator("port_bits", mode="before")
     @classmethod
@@ -53,8 +56,17 @@ class AttentionParameters(Parameters):
             raise ParameterError("not an integer")
         return value
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def check_attention(self) -> Self:
+        """These parameters, if an attention engine can be built of them.
+
+        Raises
+        ------
+        ParameterError
+            When `group` is no power of two, heads are not whole groups, or tiles no parts of a storage block; `rows` or
+            `lanes` do not fit a group, or the port; buffers are too large for a job.
+        """
+        if self.port_bits > WIDEST_PORT:
+            raise ParameterError(f"port_bits = {self.port_bits}: legal in attention are 32, 64 and {WIDEST_PORT}")
         if self.group < LEAST_GROUP or self.group & (self.group - 1):
             raise ParameterError(
                 f"group = {self.group}: legal in attention are the powers of two from {LEAST_GROUP} to 256"
