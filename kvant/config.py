@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvant.errors import InputError
+from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLD_LIMIT, CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import LINEAR
@@ -36,6 +37,7 @@ SECTIONS: dict[str, type[Parameters]] = {
     "linear": LinearParameters,
     "cache": CacheParameters,
     "pq": PqParameters,
+    "attention": AttentionParameters,
 }
 """Parameter classes that make up a configuration; a field belongs to each class that has it."""
 
@@ -52,8 +54,10 @@ class Config:
         Parameters of the linear path.
     cache : CacheParameters
         Parameters of the cache blocks and of the memory port.
-    pq : QuantizerParameters
+    pq : PqParameters
         Parameters of the product-quantised cache.
+    attention : AttentionParameters
+        Parameters of attention over M-ANT and INT8 caches.
     table : tuple of int
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
@@ -66,6 +70,7 @@ class Config:
     linear: LinearParameters
     cache: CacheParameters
     pq: PqParameters
+    attention: AttentionParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
     stated: frozenset[str] = field(default=frozenset(), compare=False)

@@ -37,6 +37,7 @@ HEADINGS = {
     "linear": "The linear path",
     "cache": "Caches of keys and values",
     "pq": "Product quantisation",
+    "attention": "Attention",
 }
 
 NOTES = {
@@ -45,6 +46,9 @@ NOTES = {
     "above. They have no effect on `linear`, which has `rows * cols` lanes.",
     "pq": "Fields of `pq`, which also takes `group`, `lanes`, `head_dim`, `heads`, `sinks`, `centred`, `capacity` "
     "(here the coded tokens whose scores are buffered) and `port_bits` from above.",
+    "attention": "Fields of `attention`, which also takes `group`, `rows`, `cols`, `max_coefficient`, `quant_lanes`, "
+    "`multiplier`, `adder`, `head_dim`, `lanes`, `sinks`, `capacity` and `port_bits` from above; the caches in "
+    "front of it take all fields of `kcache`, `vcache` and `pq`.",
 }
 
 
