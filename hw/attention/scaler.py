@@ -32,6 +32,9 @@ LEAST_SHIFT = 3
 EXPONENT = signed(7)
 """Shape of the exponent of a factor: with c, two fp16 scales and the fraction bits of z it lies between -63 and 3."""
 
+DSP_BITS = 18
+"""Bits of an operand of a narrow multiplier."""
+
 FACTOR_WIDTH = FP32_MANTISSA + 2 * FP16_MANTISSA
 """Bits of the mantissa of a factor: c's 24, and 11 of each scale."""
 
@@ -135,6 +138,10 @@ class ScoreScaler(wiring.Component):
     ----------
     width : int
         Bits of the signed a, 8 .. 26; the most negative number is not a legal a.
+    factor_width : int
+        Bits of b, 24 .. 46.
+    most_exponent : int
+        Largest legal e, 0 .. 15.
 
     Attributes
     ----------
@@ -145,24 +152,26 @@ class ScoreScaler(wiring.Component):
     -------
     a : in, signed
     b : in
-        `FACTOR_WIDTH` bits.
+        `factor_width` bits.
     e : in, `EXPONENT`
-        Of the result in units of its last place, at most `LEAST_SHIFT`.
+        Of the result in units of its last place, at most `most_exponent`.
     z : out, signed
         `LOG_WIDTH` bits, a register.
 
     Raises
     ------
     ParameterError
-        When *width* is outside 8 .. 26.
+        When an argument is out of range.
     """
 
     latency = 8 + SPLIT_PRODUCT_LATENCY
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, factor_width: int = FACTOR_WIDTH, most_exponent: int = LEAST_SHIFT):
         self.width = check_integer("width", width, 8, 26)
+        self.factor_width = check_integer("factor_width", factor_width, FP32_MANTISSA, FACTOR_WIDTH)
+        self.most_exponent = check_integer("most_exponent", most_exponent, 0, 15)
         super().__init__(
-            {"a": In(signed(width)), "b": In(FACTOR_WIDTH), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
+            {"a": In(signed(width)), "b": In(factor_width), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
         )
 
     def elaborate(self, platform):
@@ -175,17 +184,17 @@ class ScoreScaler(wiring.Component):
         magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude", cycles=2)
         b = register(self.b, "b", cycles=2)
         amount = Signal(EXPONENT.width)
-        m.d.comb += amount.eq(LEAST_SHIFT - self.e)
+        m.d.comb += amount.eq(self.most_exponent - self.e)
         amount = register(amount, "amount", cycles=3 + SPLIT_PRODUCT_LATENCY)
 
-        # Cycles 2 to 5: the product, for each half of a in three parts.
-        half = (self.width - 1) // 2
-        low, high = (split_product(pipeline, b, part, pieces=3) for part in (magnitude[:half], magnitude[half:]))
-        product = register((low + (high << half))[: FACTOR_WIDTH + self.width - 1], "product")
+        # Cycles 2 to 5: the product, for each half of a in two or three parts.
+        half, pieces = (self.width - 1) // 2, 3 if self.factor_width > 2 * DSP_BITS else 2
+        low, high = (split_product(pipeline, b, part, pieces=pieces) for part in (magnitude[:half], magnitude[half:]))
+        product = register((low + (high << half))[: self.factor_width + self.width - 1], "product")
 
         # Cycles 6 to 8: shifted, and whether a one fell off. The bit behind the result comes along.
         size = LOG_WIDTH - 1
-        word = Cat(Const(0, 1 + LEAST_SHIFT), product)
+        word = Cat(Const(0, 1 + self.most_exponent), product)
         lost = Const(0, 1)
         for places in ((6, 5), (4, 3), (2, 1, 0)):
             for k in places:
