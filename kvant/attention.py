@@ -61,7 +61,7 @@ class AttentionBlock:
                 "q": "fp16 queries, ceil(head_dim / lanes of the port) transfers each, surplus lanes of the last one "
                 "are ignored; user is read in a query's first transfer: it sees the keys first <= t < end; slope "
                 "(fp16) * (end - 1 - t) is taken from the base-2 logarithms",
-                "keys": "for each command: INT8 blocks of the sinks, then the pages of the tokens, trailers included; "
+                "keys": "for each command: INT8 blocks of the sinks, then the pages of all tokens, trailers included, "
                 "or, of INT8 keys, INT8 blocks of all tokens",
                 "values": "for each command: the pages of its full windows, trailers included; nothing for INT8 values",
                 "rows": "for each command: INT8 rows with a scale for every lane, the sinks, then the tokens of the "

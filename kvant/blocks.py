@@ -23,6 +23,7 @@ BLOCKS = {
     "kcache": "kvant.kcache:BLOCK",
     "vcache": "kvant.vcache:BLOCK",
     "pq": "kvant.pq:BLOCK",
+    "attention": "kvant.attention:BLOCK",
 }
 """Where each block is defined, as ``module:attribute``; imported only when used."""
 

@@ -118,10 +118,11 @@ def int8_blocks(p: AttentionParameters, rows: Int8Rows) -> bytes:
 
 
 def key_bytes(p: AttentionParameters, contents: Contents) -> bytes:
-    """What the port of keys carries for a command."""
+    """What the port of keys carries for a command: sinks always come first, in INT8 blocks of their own."""
     keys = contents.keys
     if isinstance(keys, Int8Rows):
-        return int8_blocks(p, keys)
+        sinks = Int8Rows(keys.q[: contents.sinks], keys.scale[: contents.sinks])
+        return int8_blocks(p, sinks) + int8_blocks(p, keys)
     return int8_blocks(p, keys.sinks) + b"".join(keys.pages)
 
 
