@@ -10,6 +10,7 @@ from kvant.hw.attention.outputs import AttentionOutputs, attention_output
 from kvant.hw.attention.parameters import UNIT_BITS, X_SHIFT, AttentionParameters
 from kvant.hw.attention.score_softmax import QueryLimits, ScoreSoftmax
 from kvant.hw.attention.value_rows import ValueRows, row_port
+from kvant.hw.attention.weight_planes import WeightPlanes
 from kvant.hw.attention.weight_sum import WeightSum
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS
 from kvant.hw.linear.engine import LinearEngine
@@ -147,7 +148,7 @@ class AttentionEngine(wiring.Component):
     ::
 
         q ──> QueryMemory ──> x ┐                   ┌─> y ──> ScoreSoftmax ──┬──> x (value job)
-                                ├──> LinearEngine ──┤                        └──> row_weights
+                                ├──> LinearEngine ──┤      (WeightPlanes)    └──> row_weights
         keys ─┬─> CacheReader ──┘        │          └─> y ──> AttentionOutputs ──> out
         values┘                         xq ──> WeightSum ───────────^   ^
         rows ──> ValueRows ─────────────────────────────────────────────┘
@@ -262,7 +263,7 @@ class AttentionEngine(wiring.Component):
             reader.job.payload.pages.eq(Mux(values, windows, key_pages)),
             reader.job.payload.tiles.eq(key_tiles),
             linear.cmd.valid.eq(multiplies),
-            job.tokens.eq(command.queries),
+            job.tokens.eq(Mux(values, command.queries * p.weight_planes, command.queries)),
             job.groups.eq(Mux(values, windows, p.head_groups)),
             job.tail.eq(Mux(values, p.group, p.head_tail)),
             job.tiles.eq(Mux(values, p.value_tiles, sink_blocks * p.key_tiles + key_tiles)),
@@ -276,12 +277,25 @@ class AttentionEngine(wiring.Component):
             job.interleave.eq(Mux(values, p.value_tiles, p.key_tiles)),
         ]
 
+        start, second, output = Signal(), Signal(), Signal()  # first pass, second pass, end of the command
+
         # Streams of the linear path go with the job.
         x, y, xq = linear.x, linear.y, linear.xq
+        weights = softmax.x
+        if p.weight_planes > 1:
+            m.submodules.planes = planes = WeightPlanes(p)
+            wiring.connect(m, softmax.x, planes.i)
+            m.d.comb += [
+                planes.start.eq(second),
+                planes.count.eq(command.queries),
+                planes.valid.eq(xq.valid & values),
+                planes.xq.eq(xq.payload),
+            ]
+            weights = planes.o
         m.d.comb += [
-            x.valid.eq(Mux(values, softmax.x.valid, queries.x.valid)),
-            x.payload.eq(Mux(values, softmax.x.payload.as_value(), queries.x.payload.as_value())),
-            softmax.x.ready.eq(x.ready & values),
+            x.valid.eq(Mux(values, weights.valid, queries.x.valid)),
+            x.payload.eq(Mux(values, weights.payload.as_value(), queries.x.payload.as_value())),
+            weights.ready.eq(x.ready & values),
             queries.x.ready.eq(x.ready & ~values),
             softmax.y.valid.eq(y.valid & ~values),
             outputs.y.valid.eq(y.valid & values),
@@ -293,7 +307,6 @@ class AttentionEngine(wiring.Component):
             weight_sum.xq.eq(xq.payload),
         ]
 
-        start, second, output = Signal(), Signal(), Signal()  # first pass, second pass, end of the command
         m.d.comb += [
             queries.start.eq(start),
             queries.count.eq(command.queries),

@@ -23,15 +23,17 @@ def attention_output() -> data.StructLayout:
 class AttentionOutputs(wiring.Component):
     """``out = fp32(fp32(fp32(lin + groups) + channels) * inv)``, of what there is; ``inv = fp32(1 / denominator)``.
 
+    With two planes of weights, ``lin`` is the fp32 sum of the value job's outputs under either.
+
     ::
 
         ValueRows ──> FloatFromInteger ──> FloatAdder ──┬──> FloatProduct ──> out
                                                ^        v         ^
         y ───────────────────────────────> sums (memory)          └── reciprocals
 
-    The value job's outputs wait in the memory. A first pass over all elements adds the rows with a scale a group, if
-    there are any; the second one adds those with a scale a channel and multiplies. Every part is rounded to fp32 once,
-    in units in which a weight w counts ``w * 2^-9``, as it does in the array.
+    The value job's outputs wait in the memory. A pass over all elements adds those of the second plane, one the rows
+    with a scale a group, if there are any; the last one adds those with a scale a channel and multiplies. Every part is
+    rounded to fp32 once, in units in which a weight w counts ``w * 2^-9``, as it does in the array.
 
     Parameters
     ----------
@@ -111,12 +113,16 @@ class AttentionOutputs(wiring.Component):
             shape=32, depth=max(2, ((p.queries - 1) << element_bits) + d), init=[], attrs={"no_rw_check": 1}
         )
         write, read = sums.write_port(), sums.read_port()
+        second_write = None
+        if p.weight_planes > 1:
+            m.submodules.second = second = memory.Memory(shape=32, depth=sums.depth, init=[], attrs={"no_rw_check": 1})
+            second_write, second_read = second.write_port(), second.read_port()
         m.submodules.inverses = inverses = memory.Memory(
             shape=32, depth=max(2, p.queries), init=[], attrs={"no_rw_check": 1}
         )
         inverse_write, inverse_read = inverses.write_port(), inverses.read_port()
         inverted = Signal()
-        self._collect(m, write, element_bits, query_bits)
+        self._collect(m, write, second_write, element_bits, query_bits)
         self._invert(m, inverse_write, inverted)
 
         m.submodules.queue = queue = OutputQueue(attention_output())
@@ -127,6 +133,7 @@ class AttentionOutputs(wiring.Component):
 
         # Elements of both passes; with channels an element takes two cycles: low sums, high sums.
         enters, outputs, high = Signal(), Signal(), Signal()
+        planes = Signal()  # the pass adds the second plane
         element, query = Signal(range(max(2, d))), Signal(index_range(p.queries))
         step = Signal()  # to the next element
         query_end = element == d - 1
@@ -146,6 +153,20 @@ class AttentionOutputs(wiring.Component):
                 with m.If(self.go):
                     m.next = "CHOOSE"
             with m.State("CHOOSE"):
+                with m.If(self.has_sums & (p.weight_planes > 1)):
+                    m.next = "PLANES"
+                with m.Elif(self.has_groups):
+                    m.next = "GROUPS"
+                with m.Else():
+                    m.next = "INVERT"
+            with m.State("PLANES"):
+                m.d.comb += [enters.eq(1), planes.eq(1)]
+                with m.If(pass_end):
+                    m.next = "PLANES LEAVE"
+            with m.State("PLANES LEAVE"):
+                with m.If(left):
+                    m.next = "CHOOSE ROWS"
+            with m.State("CHOOSE ROWS"):
                 with m.If(self.has_groups):
                     m.next = "GROUPS"
                 with m.Else():
@@ -213,7 +234,7 @@ class AttentionOutputs(wiring.Component):
         )
         m.d.comb += [convert.number.eq(register(total, "total")), convert.exponent.eq(exponent)]
 
-        # The sum with what waits in the memory; without windows, not before the first pass has been.
+        # The sum with what waits in the memory; without windows, not before a first pass has been.
         waiting = self.has_sums | (outputs & self.has_groups)
         address = Cat(element[:element_bits], query[:query_bits])
         addresses = [address]
@@ -222,10 +243,18 @@ class AttentionOutputs(wiring.Component):
         look = self._number - 2
         present = register(waiting, "present", cycles=look + 1)
         m.submodules.adder = EnableInserter(advance)(adder := FloatAdder())
+        added = convert.y
+        if p.weight_planes > 1:
+            m.d.comb += [
+                second_read.addr.eq(addresses[look]),
+                second_read.en.eq(advance & pipeline.valid(valid & planes, cycles=look)),
+            ]
+            of_planes = register(planes, "of_planes", cycles=self._number)
+            added = Mux(of_planes, register(second_read.data, "second"), convert.y)
         m.d.comb += [
             read.addr.eq(addresses[look]),
             read.en.eq(advance & pipeline.valid(valid, cycles=look)),
-            adder.a.eq(convert.y),
+            adder.a.eq(added),
             adder.b.eq(register(Mux(present, read.data, 0), "waiting")),
         ]
         sum_ = register(adder.y, "sum")
@@ -250,14 +279,16 @@ class AttentionOutputs(wiring.Component):
         ]
         return m
 
-    def _collect(self, m: Module, write, element_bits: int, query_bits: int):
-        """Outputs of the value job into the memory, one per cycle: tile, query, step, unit."""
+    def _collect(self, m: Module, write, second_write, element_bits: int, query_bits: int):
+        """Outputs of the value job into the memories, one per cycle: tile, plane, query, step, unit."""
         p, linear = self.p, self.p.linear
         unit, step = Signal(range(max(2, linear.units))), Signal(range(max(2, linear.unit_cols)))
         query, tile = Signal(index_range(p.queries)), Signal(range(max(2, p.value_tiles)))
         unit_end = unit == linear.units - 1
         step_end = unit_end & (step == linear.unit_cols - 1)
-        tile_end = step_end & (query + 1 == self.count)
+        second = Signal()  # plane
+        plane_end = step_end & (query + 1 == self.count)
+        tile_end = plane_end if second_write is None else plane_end & second
         y = self.y.payload
         column = Cat(step[: (linear.unit_cols - 1).bit_length()], unit[: (linear.units - 1).bit_length()])
         element = Signal(range(p.value_tiles * p.cols + 1))
@@ -267,8 +298,18 @@ class AttentionOutputs(wiring.Component):
             element.eq(Cat(column, tile)),
             write.addr.eq(Cat(element[:element_bits], query[:query_bits])),
             write.data.eq(number),
-            write.en.eq(self.y.valid & (element < p.head_dim)),
+            write.en.eq(self.y.valid & ~second & (element < p.head_dim)),
         ]
+        if second_write is not None:
+            m.d.comb += [
+                second_write.addr.eq(write.addr),
+                second_write.data.eq(number),
+                second_write.en.eq(self.y.valid & second & (element < p.head_dim)),
+            ]
+            with m.If(self.start):
+                m.d.sync += second.eq(0)
+            with m.Elif(self.y.valid & plane_end):
+                m.d.sync += second.eq(~second)
         with m.If(self.start):
             m.d.sync += [unit.eq(0), step.eq(0), query.eq(0), tile.eq(0), self.summed.eq(0)]
         with m.Elif(self.y.valid):
@@ -278,7 +319,7 @@ class AttentionOutputs(wiring.Component):
                 with m.If(y.last):
                     m.d.sync += self.summed.eq(1)
             with m.If(step_end):
-                m.d.sync += query.eq(Mux(tile_end, 0, query + 1))
+                m.d.sync += query.eq(Mux(plane_end, 0, query + 1))
             with m.If(tile_end):
                 m.d.sync += tile.eq(tile + 1)
 

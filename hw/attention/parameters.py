@@ -46,9 +46,13 @@ class AttentionParameters(Parameters):
     queries: int = Field(
         2, ge=1, le=64, description="Queries of a command at most: query heads of a KV head times query tokens."
     )
+    weight_planes: Literal[1, 2] = Field(
+        2,
+        description="INT8 groups that the weights of a window become in attention: one, or one more of what it leaves.",
+    )
     port_bits: Literal[32, 64, 128, 256, 512] = CacheParameters.model_fields["port_bits"]
 
-    @field_validator("port_bits", mode="before")
+    @field_validator("port_bits", "weight_planes", mode="before")
     @classmethod
     def _no_bool(cls, value: object) -> object:
         """True equals 1, and a choice among integers would take it."""
@@ -166,9 +170,9 @@ class AttentionParameters(Parameters):
     @property
     def _sizes(self) -> dict[str, int]:
         """Sizes of the largest jobs."""
-        keys, values = self.head_groups, self.tokens // self.group
+        keys, values = self.head_groups, self.weight_planes * (self.tokens // self.group)
         return {
-            "accumulators": self.queries * max(self.key_tiles, self.value_tiles),
+            "accumulators": self.queries * max(self.key_tiles, self.weight_planes * self.value_tiles),
             "activation_words": self.queries * max(keys, values) * (self.group // self.rows),
             "tiles": self.sink_blocks * self.key_tiles + ceil_div(self.tokens, self.cols),
         }
