@@ -4,6 +4,7 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal, Value
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.normalize import choose
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS
 from kvant.hw.linear.parameters import ceil_div
@@ -397,6 +398,9 @@ class CacheReader(wiring.Component):
             )
         )
         m.d.comb += numbers.eq(Mux(of_half, Cat(*metadata[1]), Cat(*metadata[0])))
+        scales, coefficients = (
+            [part[k] for k in range(BLOCK_GROUPS)] for part in (numbers.scales, numbers.coefficients)
+        )
         user = Signal(weight_input(p.linear)["user"].shape)
         for c in range(p.cols):
             index = Signal(range(BLOCK_GROUPS), name=f"group_{c}")
@@ -404,7 +408,9 @@ class CacheReader(wiring.Component):
             key_group = Cat(head_group[: strides[0]], column, tile)[: len(index)]
             m.d.comb += [
                 index.eq(Mux(values, Cat(column, tile)[: len(index)], key_group)),
-                user[c].scale.eq(numbers.scales[index]),
-                user[c].coefficient.eq(Mux(int8, INT8, numbers.coefficients[index])),
+                user[c].scale.eq(choose([numbers.scales[k] for k in range(BLOCK_GROUPS)], index)),
+                user[c].coefficient.eq(
+                    Mux(int8, INT8, choose([numbers.coefficients[k] for k in range(BLOCK_GROUPS)], index))
+                ),
             ]
         m.d.comb += queue.payload.user.eq(register(user.as_value(), "user"))

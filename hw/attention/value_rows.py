@@ -137,7 +137,7 @@ class ValueRows(wiring.Component):
         full = Signal(2)
         loads, loaded = Signal(), Signal()
         m.d.comb += [
-            self.row_weights.ready.eq(~full.bit_select(filling, 1)),
+            self.row_weights.ready.eq(~Mux(filling, full[1], full[0])),
             loads.eq(self.row_weights.valid & self.row_weights.ready),
             loaded.eq(loads & (number + 1 == self.count)),
             weight_write.addr.eq(Cat(number[:query_bits], filling)),
@@ -191,7 +191,7 @@ class ValueRows(wiring.Component):
             goes.eq(held & (turn < turns)),
             passes.eq(~held | ((turn + 1 >= turns) & (turn + 1 >= self.least_turns))),
             row_passes.eq(held & passes & held_end),
-            self.rows.ready.eq(active & passes & full.bit_select(using ^ (held & held_end), 1)),
+            self.rows.ready.eq(active & passes & Mux(using ^ (held & held_end), full[1], full[0])),
             take.eq(self.rows.valid & self.rows.ready),
             self.error.eq(take & (rows.last != row_end)),
         ]

@@ -5,6 +5,7 @@ from amaranth.lib import memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.layouts import index_range
+from kvant.hw.attention.normalize import choose
 from kvant.hw.attention.parameters import UNIT_BITS, AttentionParameters
 from kvant.hw.linear.activation_buffer import activation_input, quantized_output
 from kvant.hw.numeric.floating import FP16_MANTISSA, Pipeline, leading_zeros, shift_left
@@ -220,7 +221,8 @@ class WeightPlanes(wiring.Component):
         word = Signal(8 * p.rows)
         m.d.comb += word.eq(element_read.data)
         part = register(place[:part_bits], "part")
-        q = register(word.word_select(part, 8 * p.x_lanes), "q")
+        size = 8 * p.x_lanes
+        q = register(choose([word[k * size : (k + 1) * size] for k in range(1 << part_bits)], part), "q")
         scale = register(scale_read.data, "scale", cycles=self._entry)
         for lane in range(p.x_lanes):
             m.submodules[f"residual_{lane}"] = EnableInserter(advance)(residual := Residual())
