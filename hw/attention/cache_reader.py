@@ -408,9 +408,7 @@ class CacheReader(wiring.Component):
             key_group = Cat(head_group[: strides[0]], column, tile)[: len(index)]
             m.d.comb += [
                 index.eq(Mux(values, Cat(column, tile)[: len(index)], key_group)),
-                user[c].scale.eq(choose([numbers.scales[k] for k in range(BLOCK_GROUPS)], index)),
-                user[c].coefficient.eq(
-                    Mux(int8, INT8, choose([numbers.coefficients[k] for k in range(BLOCK_GROUPS)], index))
-                ),
+                user[c].scale.eq(choose(scales, index)),
+                user[c].coefficient.eq(Mux(int8, INT8, choose(coefficients, index))),
             ]
         m.d.comb += queue.payload.user.eq(register(user.as_value(), "user"))

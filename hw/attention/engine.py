@@ -154,7 +154,8 @@ class AttentionEngine(wiring.Component):
         rows ──> ValueRows ─────────────────────────────────────────────┘
 
     The key job multiplies the queries with all keys; the softmax makes weights of the scores; the value job multiplies
-    the weights with the windows of the values, while `ValueRows` adds up the values that are INT8 rows.
+    the weights with the windows of the values, while `ValueRows` adds up the values that are INT8 rows. The next
+    command's key job begins while the outputs leave.
 
     Parameters
     ----------
@@ -251,16 +252,22 @@ class AttentionEngine(wiring.Component):
         has_groups = Mux(command.int8_values, 1, command.sinks != 0)
         has_channels = ~command.int8_values & (windowed != command.tokens)
 
+        # What its outputs need: they leave while the next command reads its keys.
+        outputting = Signal()
+        leaving_count = Signal.like(command.queries, reset_less=True)
+        has = {name: Signal(name=f"has_{name}", reset_less=True) for name in ("sums", "groups", "channels")}
+
         # Its two jobs.
         values = Signal()  # the job under way is that of values
         reads, multiplies = Signal(), Signal()  # a job is offered
+        reads_values = Signal()
         job = linear.cmd.payload.data
         m.d.comb += [
             reader.job.valid.eq(reads),
-            reader.job.payload.values.eq(values),
+            reader.job.payload.values.eq(reads_values),
             reader.job.payload.int8.eq(command.int8_keys),
-            reader.job.payload.sink_blocks.eq(Mux(values, 0, sink_blocks)),
-            reader.job.payload.pages.eq(Mux(values, windows, key_pages)),
+            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, sink_blocks)),
+            reader.job.payload.pages.eq(Mux(reads_values, windows, key_pages)),
             reader.job.payload.tiles.eq(key_tiles),
             linear.cmd.valid.eq(multiplies),
             job.tokens.eq(Mux(values, command.queries * p.weight_planes, command.queries)),
@@ -325,14 +332,14 @@ class AttentionEngine(wiring.Component):
             rows.group_rows.eq(Mux(command.int8_values, command.tokens, command.sinks)),
             rows.channel_rows.eq(Mux(command.int8_values, 0, command.tokens - windowed)),
             outputs.start.eq(second),
-            outputs.count.eq(command.queries),
+            outputs.count.eq(leaving_count),
             outputs.go.eq(output),
-            outputs.has_sums.eq(windows != 0),
-            outputs.has_groups.eq(has_groups),
-            outputs.has_channels.eq(has_channels),
+            outputs.has_sums.eq(has["sums"]),
+            outputs.has_groups.eq(has["groups"]),
+            outputs.has_channels.eq(has["channels"]),
             weight_sum.query.eq(outputs.total_query),
             rows.total_query.eq(outputs.total_query),
-            outputs.total.eq(Mux(windows != 0, weight_sum.total, 0) + Cat(Const(0, UNIT_BITS - X_SHIFT), rows.total)),
+            outputs.total.eq(Mux(has["sums"], weight_sum.total, 0) + Cat(Const(0, UNIT_BITS - X_SHIFT), rows.total)),
             outputs.look.eq(rows.look),
             outputs.scales.eq(rows.scales),
             rows.look_enable.eq(outputs.look_enable),
@@ -344,14 +351,25 @@ class AttentionEngine(wiring.Component):
             m.d.comb += theirs.eq(ours)
 
         refused = Signal()
-        with m.If(reads & reader.job.ready):
-            m.d.sync += reads.eq(0)
+        with m.If(reads & reader.job.ready):  # the windows behind the keys: their words come as soon as there is room
+            m.d.sync += [reads.eq(~reads_values & (windows != 0)), reads_values.eq(1)]
         with m.If(multiplies & linear.cmd.ready):
             m.d.sync += multiplies.eq(0)
+        with m.If(second):
+            m.d.sync += [
+                leaving_count.eq(command.queries),
+                has["sums"].eq(windows != 0),
+                has["groups"].eq(has_groups),
+                has["channels"].eq(has_channels),
+            ]
+        with m.If(output):
+            m.d.sync += outputting.eq(1)
+        with m.Elif(outputs.done):
+            m.d.sync += outputting.eq(0)
         m.d.comb += self.busy.eq(1)
         with m.FSM():
             with m.State("COMMAND"):
-                m.d.comb += [self.busy.eq(0), self.cmd.ready.eq(1)]
+                m.d.comb += [self.busy.eq(outputting), self.cmd.ready.eq(1)]
                 m.d.sync += [command.eq(self.cmd.payload.data), values.eq(0)]
                 with m.If(self.cmd.valid):
                     m.next = "CHECK"
@@ -363,23 +381,20 @@ class AttentionEngine(wiring.Component):
                     m.next = "COMMAND"
             with m.State("START"):
                 m.d.comb += start.eq(1)
-                m.d.sync += [reads.eq(1), multiplies.eq(1)]
+                m.d.sync += [reads.eq(1), reads_values.eq(0), multiplies.eq(1)]
                 m.next = "QUERIES"
             with m.State("QUERIES"):
                 with m.If(queries.loaded):
                     m.d.comb += queries.send.eq(1)
                     m.next = "SCORES"
             with m.State("SCORES"):
-                with m.If(softmax.scored):
+                with m.If(softmax.scored & ~outputting):
                     m.d.comb += second.eq(1)
-                    m.d.sync += [values.eq(1), reads.eq(windows != 0), multiplies.eq(windows != 0)]
+                    m.d.sync += [values.eq(1), multiplies.eq(windows != 0)]
                     m.next = "VALUES"
             with m.State("VALUES"):
                 with m.If((outputs.summed | (windows == 0)) & rows.done):
                     m.d.comb += output.eq(1)
-                    m.next = "OUTPUT"
-            with m.State("OUTPUT"):
-                with m.If(outputs.done):
                     m.next = "COMMAND"
         m.d.comb += [self.nonfinite.eq(linear.nonfinite), self.busy_cycles.eq(linear.busy_cycles)]
         with m.If(linear.error | refused | rows.error):
