@@ -232,7 +232,7 @@ def attend_golden(p: AttentionParameters, q: np.ndarray, caches, **options):
     from kvant.golden.attention.engine import attend
 
     limits = {name: torch.as_tensor(value) for name, value in options.items()}
-    return attend(q, *caches, **limits)
+    return attend(q, *caches, planes=p.weight_planes, **limits)
 
 
 def _attend(case: Case, options: dict[str, Any], *, waves: Path | None, check: bool) -> dict[str, np.ndarray]:
