@@ -70,7 +70,7 @@ class ValueRows(wiring.Component):
     count, group_rows, channel_rows : in
         Queries; rows with a scale a group, which come first, and rows with one a channel. They may be 0.
     row_weights : in stream
-        For each row, for each query, the weight.
+        For each row, for each query, the weight; the first one after `start`.
     rows : in stream
         `row_port`; surplus lanes of a row's last transfer are ignored. Of a group's scales the first lane's counts.
     done : out
