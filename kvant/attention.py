@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvant import attention_pq, cache_arrays
-from kvant.attention_arrays import Case, check_case, choice_tables
+from kvant.attention_arrays import Case, check_case
 from kvant.blocks import Vectors
 from kvant.config import Config
 from kvant.hw.attention.parameters import AttentionParameters
@@ -174,7 +174,7 @@ def golden_caches(
     k: np.ndarray,
     v: np.ndarray,
     formats: tuple[str, str],
-    tables: tuple[cache_arrays.Table, cache_arrays.Table],
+    tables: tuple[cache_arrays.Table | None, cache_arrays.Table | None],
     *,
     statistic: str = "variance",
     mean: np.ndarray | None = None,
@@ -183,7 +183,7 @@ def golden_caches(
 ):
     """Caches of the golden model of keys and values f16 [T, d] of one head.
 
-    *tables* are those of keys and values; *sinks* are `AttentionParameters.sinks` if not given.
+    *tables* are those of keys and values, if these are M-ANT; *sinks* are `AttentionParameters.sinks` if not given.
     """
     from kvant.golden.kvcache.choice import Tables
     from kvant.golden.kvcache.int8 import int8_cache
@@ -191,13 +191,16 @@ def golden_caches(
     from kvant.golden.kvcache.temporal import temporal_cache
 
     sinks = p.sinks if sinks is None else sinks
-    choices = [Tables.of(table.coefficients, table.thresholds, statistic) for table in tables]
+
+    def choice(table):
+        return Tables.of(table.coefficients, table.thresholds, statistic)
+
     if formats[0] == "mant":
-        keys = spatial_cache(k, group=p.group, tables=choices[0], mean=mean, sinks=sinks)
+        keys = spatial_cache(k, group=p.group, tables=choice(tables[0]), mean=mean, sinks=sinks)
     else:
         keys = int8_cache(k, group=p.group, mean=mean)
     if formats[1] == "mant":
-        values = temporal_cache(v, len(v), group=p.group, tables=choices[1], floor=floor, sinks=sinks)
+        values = temporal_cache(v, len(v), group=p.group, tables=choice(tables[1]), floor=floor, sinks=sinks)
     else:
         values = int8_cache(v, group=p.group)
     return keys, values
@@ -263,7 +266,6 @@ def _attend(case: Case, options: dict[str, Any], *, waves: Path | None, check: b
 def _golden(case: Case, queries: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
     """``k_used``, ``v_used``, ``out``, ``empty``, ``nonfinite`` of the golden model."""
     p = case.chosen.attention
-    tables = [choice_tables(case, suffix) for suffix in ("_k", "_v")]
     outs: dict[str, list] = {"k_used": [], "v_used": [], "out": [], "empty": []}
     nonfinite = False
     for head in range(case.heads):
@@ -272,7 +274,7 @@ def _golden(case: Case, queries: np.ndarray, ends: np.ndarray) -> dict[str, np.n
             case.k[head],
             case.v[head],
             case.formats,
-            (tables[0][head], tables[1][head]),
+            (case.tables[0][head], case.tables[1][head]),
             statistic=case.chosen.cache.statistic,
             **case.head_arrays(head, ("mean", "floor")),
         )
@@ -308,7 +310,7 @@ def _simulated_caches(case: Case, options: dict[str, Any]):
     if case.formats[0] == "mant":
         tables = {
             head: _key_tables(cache, table, None if means is None else means[head])
-            for head, table in enumerate(choice_tables(case, "_k"))
+            for head, table in enumerate(case.tables[0])
         }
         keys = caches.mant_keys(cache, case.k, tables, **options)
     else:
@@ -317,7 +319,7 @@ def _simulated_caches(case: Case, options: dict[str, Any]):
     if case.formats[1] == "mant":
         heads = [
             value_arrays(cache, case.v[head], [case.tokens], table, **case.head_arrays(head, ("floor",)))
-            for head, table in enumerate(choice_tables(case, "_v"))
+            for head, table in enumerate(case.tables[1])
         ]
         values = caches.mant_values(cache, heads, **options)
     else:

@@ -59,6 +59,8 @@ class Case:
         Of keys and of values.
     arrays : dict
         Those of `TABLE_ARRAYS` that were given.
+    tables : (list, list)
+        Of keys and of values the table of every KV head; None where the format has none.
     """
 
     chosen: Config
@@ -67,6 +69,7 @@ class Case:
     v: np.ndarray
     formats: tuple[str, str]
     arrays: Mapping[str, np.ndarray]
+    tables: tuple[list[cache_arrays.Table | None], list[cache_arrays.Table | None]]
 
     @property
     def heads(self) -> int:
@@ -139,7 +142,11 @@ def check_case(arrays: dict[str, np.ndarray], path: Path | None, overrides: Iter
     if formats[0] != "pq" and lengths["T"] > chosen.attention.tokens:
         raise InputError(f"array k: {lengths['T']} tokens; legal is 1 to capacity = {chosen.attention.tokens}")
     q = arrays["q"].reshape(-1, heads, lengths["d"])
-    return Case(chosen, q, arrays["k"], arrays["v"], formats, given)
+    tables = tuple(
+        _choice_tables(given, chosen, suffix, kv_heads) if kind == "mant" else [None] * kv_heads
+        for suffix, kind in zip(("_k", "_v"), formats, strict=True)
+    )
+    return Case(chosen, q, arrays["k"], arrays["v"], formats, given, tables)
 
 
 def _without_length(spec: ArraySpec) -> ArraySpec:
@@ -185,16 +192,17 @@ def _configuration(
     return chosen
 
 
-def choice_tables(case: Case, suffix: str) -> list[cache_arrays.Table]:
+def _choice_tables(
+    arrays: Mapping[str, np.ndarray], chosen: Config, suffix: str, heads: int
+) -> list[cache_arrays.Table]:
     """Of every KV head the table of keys ("_k") or values ("_v")."""
-    if f"coeffs{suffix}" not in case.arrays:
-        return [cache_arrays.choice_table({}, case.chosen)] * case.heads
-    coefficients, limits = (case.arrays[f"{name}{suffix}"] for name in ("coeffs", "thresholds"))
+    if f"coeffs{suffix}" not in arrays:
+        return [cache_arrays.choice_table({}, chosen)] * heads
     tables = []
-    for head in range(case.heads):
-        arrays = {"coeffs": coefficients[head], "thresholds": limits[head]}
+    for head in range(heads):
+        given = {name: arrays[f"{name}{suffix}"][head] for name in ("coeffs", "thresholds")}
         try:
-            tables.append(cache_arrays.choice_table(arrays, case.chosen))
+            tables.append(cache_arrays.choice_table(given, chosen))
         except InputError as error:
             raise InputError(f"KV head {head}, arrays coeffs{suffix} and thresholds{suffix}: {error}") from None
     return tables
