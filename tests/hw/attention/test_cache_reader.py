@@ -122,12 +122,11 @@ def expected(p, jobs):
 
 def some_jobs(rng, p):
     """Jobs of both kinds, with tokens that end anywhere."""
-    jobs = [
+    return [
         job(rng, p, tokens=p.group + 1, sinks=p.sinks),
         job(rng, p, values=True, tokens=p.group),
         job(rng, p, tokens=p.cols + 1, int8=True),
     ]
-    return jobs
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)))
@@ -139,3 +138,25 @@ def test_tiles_are_those_of_memory(number):
     data, user = expected(p, jobs)
     assert trace.transfers["w"]["data"] == data
     assert trace.transfers["w"]["user"] == user
+
+
+def test_a_reset_in_the_middle_leaves_nothing_behind():
+    p = AttentionParameters(capacity=64, lanes=4, **SHAPES[1])
+    jobs = some_jobs(np.random.default_rng(SEED), p)
+    trace = play(p, jobs, reset=Reset(again_at=77))
+    assert trace.transfers["w"]["data"] == expected(p, jobs)[0]
+
+
+def test_a_word_is_taken_in_nearly_every_cycle():
+    p = AttentionParameters(group=16, head_dim=16, capacity=64, lanes=4, rows=8, cols=4)
+    jobs = [job(np.random.default_rng(SEED), p, tokens=64), job(np.random.default_rng(SEED), p, tokens=64, int8=True)]
+    cycles = play(p, jobs).cycles["keys"]
+    assert cycles[-1] - cycles[0] < 1.04 * len(cycles)
+
+
+def test_a_fault_is_seen(monkeypatch):
+    p = AttentionParameters(capacity=64, lanes=4, **SHAPES[1])
+    jobs = some_jobs(np.random.default_rng(SEED), p)
+    original = CacheReader._hash
+    monkeypatch.setattr(CacheReader, "_hash", lambda self, number: original(self, number[1:]))
+    assert play(p, jobs).transfers["w"]["data"] != expected(p, jobs)[0]

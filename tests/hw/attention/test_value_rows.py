@@ -12,6 +12,7 @@ from group_streams import words
 from memory_collisions import asserted_memories
 
 from kvant.golden.attention.int8_rows import weighted_rows
+from kvant.hw.attention import value_rows
 from kvant.hw.attention.block_sums import GUARD_BITS, PLACE_OFFSET
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.attention.value_rows import HALF_WEIGHT, ValueRows
@@ -206,3 +207,10 @@ def test_no_rows_are_done_at_once():
 def test_a_reset_in_the_middle_leaves_nothing_behind():
     p = AttentionParameters(**SMALL | {"head_dim": 16, "lanes": 4, "queries": 2})
     check(p, [random_rows(np.random.default_rng(SEED), p, 2, 3, 3)], reset=Reset(again_at=60))
+
+
+def test_a_fault_is_seen(monkeypatch):
+    monkeypatch.setattr(value_rows, "HALF_WEIGHT", 11)
+    p = AttentionParameters(**SMALL | {"head_dim": 8, "lanes": 8, "queries": 1})
+    with pytest.raises(AssertionError):
+        check(p, [random_rows(np.random.default_rng(SEED), p, 1, 0, 3)])

@@ -12,6 +12,7 @@ from group_streams import words
 from memory_collisions import asserted_memories
 
 from kvant.golden.attention.engine import FRACTION, window_groups, windows_total
+from kvant.hw.attention import weight_planes
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.attention.weight_planes import WeightPlanes
 from kvant.hw.attention.weight_sum import WeightSum
@@ -146,3 +147,10 @@ def test_a_reset_in_the_middle_leaves_nothing_behind():
     p = AttentionParameters(capacity=32, lanes=4, **SHAPES[0])
     w = np.random.default_rng(SEED).integers(0, 1 << 24, (1, 24))
     check(p, w, reset=Reset(again_at=30))
+
+
+def test_a_fault_is_seen(monkeypatch):
+    monkeypatch.setattr(weight_planes, "FP16_MANTISSA", 12)  # rounds a bit too late
+    p = AttentionParameters(capacity=32, lanes=4, **SHAPES[0])
+    with pytest.raises(AssertionError):
+        check(p, np.random.default_rng(SEED).integers(0, 1 << 24, (1, 24)))
