@@ -67,8 +67,8 @@ class CacheReader(wiring.Component):
     block are cut into high and low nibbles, which make two planes: the bank of a high one differs in its first bit,
     so that the pieces of a word of bytes are in different banks, too.
 
-    Two blocks fit. While one is sent the other is filled: a word per cycle, but for a few cycles a block, as long as the
-    array takes a block's tiles in fewer cycles than it has words.
+    Two blocks fit. While one is sent the other is filled: a word per cycle, but for a few cycles a block, as long as
+    the array takes a block's tiles in fewer cycles than it has words.
 
     Parameters
     ----------
