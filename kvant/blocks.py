@@ -21,6 +21,7 @@ BLOCKS = {
     "kcache": "kvant.kcache:BLOCK",
     "vcache": "kvant.vcache:BLOCK",
     "pq": "kvant.pq:BLOCK",
+    "attention": "kvant.attention:BLOCK",
     "top": "kvant.top:BLOCK",
 }
 """Where each block is defined, as ``module:attribute``; imported only when used."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvant.errors import InputError
+from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLD_LIMIT, CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import LINEAR
@@ -38,6 +39,7 @@ SECTIONS: dict[str, type[Parameters]] = {
     "cache": CacheParameters,
     "pq": PqParameters,
     "soc": SocParameters,
+    "attention": AttentionParameters,
 }
 """Parameter classes that make up a configuration; a field belongs to each class that has it."""
 
@@ -54,10 +56,12 @@ class Config:
         Parameters of the linear path.
     cache : CacheParameters
         Parameters of the cache blocks and of the memory port.
-    pq : QuantizerParameters
+    pq : PqParameters
         Parameters of the product-quantised cache.
     soc : SocParameters
         Parameters of the top around the engines.
+    attention : AttentionParameters
+        Parameters of attention over M-ANT and INT8 caches.
     table : tuple of int
         Coefficient table as written down; see `coefficients`.
     thresholds : tuple of int, or None
@@ -71,6 +75,7 @@ class Config:
     cache: CacheParameters
     pq: PqParameters
     soc: SocParameters
+    attention: AttentionParameters
     table: tuple[int, ...]
     thresholds: tuple[int, ...] | None
     stated: frozenset[str] = field(default=frozenset(), compare=False)

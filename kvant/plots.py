@@ -150,6 +150,47 @@ def cache_figure(
         pyplot.close(figure)
 
 
+def pq_figure(
+    path: Path, *, title: str, scores: np.ndarray, exact_scores: np.ndarray, out: np.ndarray, exact: np.ndarray
+):
+    """Draw the picture of product quantisation as a PNG.
+
+    Parameters
+    ----------
+    path : Path
+        File to write.
+    title : str
+        What was coded.
+    scores, exact_scores : ndarray [T]
+        Of one query, from look-up tables and exact.
+    out, exact : ndarray [d]
+        Its output, and that of float64 attention over the original rows.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK}
+    with pyplot.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), width_ratios=(1, 1.6), layout="constrained")
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+        ends = min(scores.min(), exact_scores.min()), max(scores.max(), exact_scores.max())
+        left.plot(ends, ends, color=PLAIN, linewidth=1)
+        left.plot(exact_scores, scores, ".", color=HIGHLIGHT)
+        left.set_xlabel("exact score of a coded key")
+        left.set_ylabel("score from the tables, RTL")
+        left.set_title("Scores", loc="left", fontsize=11)
+        right.plot(exact, color=PLAIN, linewidth=2.2, label="float64 attention, original rows")
+        right.step(range(len(out)), out, where="mid", color=HIGHLIGHT, linewidth=1, label="RTL")
+        right.set_xlim(-1, len(out))
+        right.set_xlabel("channel")
+        right.set_title("Output of the query", loc="left", fontsize=11)
+        right.legend(ncols=2, loc="best", frameon=False)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)
+
+
 def _draw_channel(axes, channel: str, original: np.ndarray, held: np.ndarray, group: int):
     full = len(original) // group * group
     for start in range(0, full, 2 * group):

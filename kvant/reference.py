@@ -38,6 +38,7 @@ HEADINGS = {
     "cache": "Caches of keys and values",
     "pq": "Product quantisation",
     "soc": "The accelerator's top",
+    "attention": "Attention",
 }
 
 NOTES = {
@@ -47,6 +48,9 @@ NOTES = {
     "pq": "Fields of `pq`, which also takes `group`, `lanes`, `head_dim`, `heads`, `sinks`, `centred`, `capacity` "
     "(here the coded tokens whose scores are buffered) and `port_bits` from above.",
     "soc": "Fields of `top`, which also takes those of `linear`, and `port_bits` from above.",
+    "attention": "Fields of `attention`, which also takes `group`, `rows`, `cols`, `max_coefficient`, `quant_lanes`, "
+    "`multiplier`, `adder`, `head_dim`, `lanes`, `sinks`, `capacity` and `port_bits` from above; the caches in "
+    "front of it take all fields of `kcache`, `vcache` and `pq`.",
 }
 
 

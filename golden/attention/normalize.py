@@ -2,7 +2,8 @@
 
     out[j] = fp32(fp32(coded[j] + rows[j]) * inv),    inv = fp32(1 / denominator)
 
-All sums are in units in which the largest weight is ``2^24 - 1``. Source: docs/numerics.md, "Softmax".
+All sums are in the same units, in which the denominator is an integer or a multiple of a power of two. Source:
+docs/numerics.md, "Softmax" and "Attention engine".
 """
 
 import torch
@@ -14,9 +15,7 @@ from kvant.golden.numeric.tensors import as_tensor, check_scales, check_shape
 SIGNIFICANT_BITS = 24
 """Bits that are kept of an integer sum of coded values, and of an fp32 number."""
 
-LARGEST_DENOMINATOR = (1 << 48) - 1
-
-_HALF = (SIGNIFICANT_BITS + 2) // 2
+LARGEST_DENOMINATOR = (1 << 62) - 1
 
 
 def reciprocal(denominator: torch.Tensor) -> torch.Tensor:
@@ -25,7 +24,7 @@ def reciprocal(denominator: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     denominator : i64 [...]
-        0 to 2^48 - 1.
+        0 to 2^62 - 1.
 
     Returns
     -------
@@ -36,13 +35,17 @@ def reciprocal(denominator: torch.Tensor) -> torch.Tensor:
         raise TensorError(f"denominator: {values}; legal are 0 to {LARGEST_DENOMINATOR}")
     divisor = denominator.clamp(min=1)
     bits = torch.frexp(divisor.to(torch.float64)).exponent.to(torch.int64)
-    # Two steps of a long division with the base 2^13 give 26 bits of 2^(bits + 25) / divisor, or 2^26 for a power of
-    # two. The quotient of another number has no end: it is no tie, and one more bit below tells so.
-    first = torch.ones_like(divisor) << (bits + SIGNIFICANT_BITS + 1 - _HALF)
-    upper, rest = first // divisor, (first % divisor) << _HALF
-    quotient = (upper << _HALF) + rest // divisor
-    quotient = (quotient << 1) | (rest % divisor != 0)
-    # 27 bits: exact in float64, which is rounded to float32 once
+    # A long division, digit by digit: 2^(bits - 1) / divisor to 26 bits behind the point. The quotient is 1 for a power
+    # of two; that of another number has no end: it is no tie, and one more bit below tells so.
+    rest = torch.ones_like(divisor) << (bits - 1)
+    quotient = torch.zeros_like(divisor)
+    for digit in range(SIGNIFICANT_BITS + 3):
+        rest = rest << (digit > 0)
+        fits = rest >= divisor
+        rest = torch.where(fits, rest - divisor, rest)
+        quotient = (quotient << 1) | fits
+    quotient = (quotient << 1) | (rest != 0)
+    # 28 bits: exact in float64, which is rounded to float32 once
     inverse = fp32(torch.ldexp(quotient.to(torch.float64), -(bits + SIGNIFICANT_BITS + 2)))
     return torch.where(denominator > 0, inverse, 0.0)
 
@@ -76,17 +79,28 @@ def coded_values(sums, codebook_scale, shift) -> torch.Tensor:
     return torch.ldexp(product, shift[..., None])
 
 
-def normalize(denominator, *, coded: torch.Tensor | None = None, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Outputs of queries.
+def normalize(
+    denominator,
+    *,
+    coded: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    staged: torch.Tensor | None = None,
+    fraction: int = 0,
+) -> torch.Tensor:
+    """Outputs of queries: the parts that are there, added in this order, times the reciprocal.
 
     Parameters
     ----------
     denominator : i64 [..., B]
-        Sum of all weights; 0 for a query without keys, whose output is 0.
+        Sum of all weights in units of ``2^-fraction``; 0 for a query without keys, whose output is 0.
     coded : f32 [..., B, d], optional
-        `coded_values`.
+        Sums of coded values: `coded_values`, or those of the linear array.
     rows : f64 [..., B, d], optional
         Exact sums of INT8 rows, `kvant.golden.attention.int8_rows.RowSums.values`; rounded to fp32 here.
+    staged : f64 [..., B, d], optional
+        Exact sums of rows with a scale for every channel; rounded to fp32 here.
+    fraction : int
+        Fraction bits of the denominator.
 
     Returns
     -------
@@ -95,16 +109,18 @@ def normalize(denominator, *, coded: torch.Tensor | None = None, rows: torch.Ten
     Raises
     ------
     TensorError
-        When both parts are missing, or shapes or dtypes do not fit.
+        When all parts are missing, or shapes or dtypes do not fit.
     """
     denominator = as_tensor(denominator, "denominator", (torch.int64,))
-    if coded is None and rows is None:
-        raise TensorError("coded and rows: legal is at least one of them")
+    if coded is None and rows is None and staged is None:
+        raise TensorError("coded, rows and staged: legal is at least one of them")
     numerator = None
-    for given, name, dtype in ((coded, "coded", torch.float32), (rows, "rows", torch.float64)):
+    parts = ((coded, "coded", torch.float32), (rows, "rows", torch.float64), (staged, "staged", torch.float64))
+    for given, name, dtype in parts:
         if given is None:
             continue
         part = as_tensor(given, name, (dtype,))
         check_shape(part, name, (*denominator.shape, part.shape[-1]))
         numerator = fp32(part) if numerator is None else numerator + fp32(part)
-    return torch.where(denominator[..., None] > 0, numerator * reciprocal(denominator)[..., None] + 0.0, 0.0)
+    inverse = torch.ldexp(reciprocal(denominator), torch.tensor(fraction))
+    return torch.where(denominator[..., None] > 0, numerator * inverse[..., None] + 0.0, 0.0)

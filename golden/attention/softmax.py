@@ -35,6 +35,11 @@ BIN_BITS = 32
 CONSTANT_BITS = 24
 """Significant bits of `softmax_constant`."""
 
+LARGEST_DISTANCE = 1 << 22
+"""Largest distance of a key that a position bias is exact for."""
+
+_FP16_FRACTION = 24  # every fp16 number is a multiple of 2^-24
+
 _SEGMENT_BITS = 6
 _REST_BITS = LOG_FRACTION - _SEGMENT_BITS
 _LIMB_BITS = 23
@@ -112,6 +117,50 @@ def logarithms(scores: torch.Tensor, factor: Factor) -> torch.Tensor:
         parts = (part.expand(z.shape)[doubt] for part in (scores, *factor))
         z[doubt] = _wide_logarithms(*parts)
     return z
+
+
+def score_logarithms(scores: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """``z = rne(score * c * 2^16)`` of fp32 scores, the exact product rounded once, at most `LOG_LIMIT` in magnitude.
+
+    Parameters
+    ----------
+    scores : f32 [...]
+        Finite.
+    head_dim : int
+
+    Returns
+    -------
+    i64 [...]
+    """
+    # 24 bits each: the product is exact in float64, as is what `round` makes of it
+    product = scores.to(torch.float64) * softmax_constant(head_dim).to(torch.float64)
+    z = torch.ldexp(product, torch.tensor(LOG_FRACTION)).round_().clamp_(NO_KEY, -NO_KEY)
+    return z.to(torch.int64).clamp_(-LOG_LIMIT, LOG_LIMIT)
+
+
+def distance_logarithms(slope, distance: torch.Tensor) -> torch.Tensor:
+    """What linear position biases take from logarithms, ``rne(slope * distance * 2^16)``, exact but for the rounding.
+
+    Parameters
+    ----------
+    slope : f16 [...]
+        At least 0, in base-2 logarithms a token.
+    distance : i64 [...]
+        Tokens between key and query, 0 to 2^22.
+
+    Returns
+    -------
+    i64 [...]
+    """
+    slope = as_tensor(slope, "slope", (torch.float16,))
+    check_scales(slope, "slope")
+    if distance.numel() and ((distance < 0) | (distance > LARGEST_DISTANCE)).any():
+        values = f"{int(distance.min())} to {int(distance.max())}"
+        raise TensorError(f"distance: {values}; legal are 0 to {LARGEST_DISTANCE}")
+    # a slope is an integer of 40 bits times 2^-24: eight bits of the product lie behind the last one of z
+    units = torch.ldexp(slope.to(torch.float64), torch.tensor(_FP16_FRACTION)).to(torch.int64)
+    product, behind = units * distance, _FP16_FRACTION - LOG_FRACTION
+    return (product + (1 << (behind - 1)) - 1 + (product >> behind & 1)) >> behind
 
 
 def reference(z: torch.Tensor, present: torch.Tensor | None = None) -> torch.Tensor:

@@ -135,6 +135,10 @@ class ScoreScaler(wiring.Component):
     ----------
     width : int
         Bits of the signed a, 8 .. 26; the most negative number is not a legal a.
+    factor_width : int
+        Bits of b, 24 .. 46.
+    most_exponent : int
+        Largest legal e, 0 .. 15.
 
     Attributes
     ----------
@@ -145,26 +149,28 @@ class ScoreScaler(wiring.Component):
     -------
     a : in, signed
     b : in
-        `FACTOR_WIDTH` bits.
+        `factor_width` bits.
     e : in, `EXPONENT`
-        Of the result in units of its last place, at most `LEAST_SHIFT`.
+        Of the result in units of its last place, at most `most_exponent`.
     z : out, signed
         `LOG_WIDTH` bits, a register.
 
     Raises
     ------
     ParameterError
-        When *width* is outside 8 .. 26.
+        When an argument is out of range.
     """
 
     _A_PIECES, _B_PIECES = 2, 3  # of the product: a multiplier of at most 13 by 16 bits for each pair
     _product = chained_latency(_A_PIECES * _B_PIECES)
     latency = 6 + _product
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, *, factor_width: int = FACTOR_WIDTH, most_exponent: int = LEAST_SHIFT):
         self.width = check_integer("width", width, 8, 26)
+        self.factor_width = check_integer("factor_width", factor_width, FP32_MANTISSA, FACTOR_WIDTH)
+        self.most_exponent = check_integer("most_exponent", most_exponent, 0, 15)
         super().__init__(
-            {"a": In(signed(width)), "b": In(FACTOR_WIDTH), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
+            {"a": In(signed(width)), "b": In(factor_width), "e": In(EXPONENT), "z": Out(signed(LOG_WIDTH))}
         )
 
     @staticmethod
@@ -183,7 +189,7 @@ class ScoreScaler(wiring.Component):
         magnitude = register(Mux(self.a < 0, -self.a, self.a)[: self.width - 1], "magnitude")
         b = register(self.b, "b")
         amount = Signal(EXPONENT.width)
-        m.d.comb += amount.eq(LEAST_SHIFT - self.e)
+        m.d.comb += amount.eq(self.most_exponent - self.e)
         amount = register(amount, "amount", cycles=1 + self._product)
 
         # From cycle 1 on the product.
@@ -192,7 +198,7 @@ class ScoreScaler(wiring.Component):
 
         # Three cycles: shifted, and whether a one fell off. The bit behind the result comes along.
         size = LOG_WIDTH - 1
-        word = Cat(Const(0, 1 + LEAST_SHIFT), product)
+        word = Cat(Const(0, 1 + self.most_exponent), product)
         lost = Const(0, 1)
         for places in ((6, 5), (4, 3), (2, 1, 0)):
             for k in places:

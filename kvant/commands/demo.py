@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvant.config import Config
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.slice import Tile
+    from kvant.pq_demo import PqDemo
     from kvant.sim.streams import Trace
 
 TILE = "L20_q_proj"
@@ -68,6 +69,20 @@ class Run:
     arrays: "dict[str, np.ndarray]"
     trace: "Trace"
     use: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the demo behind the linear path.
+
+    `table` is shown, `write` leaves tensors and the file *picture* in a folder; `values` numbers of the RTL were held
+    against the golden model.
+    """
+
+    table: "Table"
+    picture: str
+    values: int
+    write: Callable[[Path], None]
 
 
 def register(app: typer.Typer):
@@ -134,37 +149,33 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         values = compare(weights, x, prefill) + compare(weights, x[:1], decode)
         say(f"{values} values, every bit equal")
 
-    caches = _run_caches(chosen, simulator, step)
+    parts = [part for run in (_run_caches, _run_pq) if (part := run(chosen, simulator, step)) is not None]
 
     with step("Files written") as say:
         _write_tensors(folder, arrays, prefill)
         draw(folder / "demo.png", tile, weights, chosen, errors, decode)
-        if caches is not None:
-            from kvant import cache_demo
-
-            cache_demo.write_tensors(folder, caches)
-            draw_caches(folder / "cache.png", caches)
+        for part in parts:
+            part.write(folder)
         say(", ".join(sorted(file.name for file in folder.iterdir())))
 
     rtl_error = relative_error(prefill.arrays["y"], tile.weight, x)
     console.print()
     console.print(_format_table(errors, rtl_error))
     console.print(_run_table(p, (prefill, decode), simulator))
-    pictures = [shown_folder / "demo.png"]
-    if caches is not None:
-        console.print(_cache_table(caches))
-        pictures.append(shown_folder / "cache.png")
-        values += sum(run.values for run in caches.runs)
+    for part in parts:
+        console.print(part.table)
+    pictures = [str(shown_folder / picture) for picture in ("demo.png", *(part.picture for part in parts))]
+    values += sum(part.values for part in parts)
     console.print(
         f"The RTL equals the golden model in every bit of {values} values. "
-        f"Picture{'s' * (len(pictures) > 1)}: {', '.join(map(str, pictures))}. {step.seconds:.0f} s.",
+        f"Picture{'s' * (len(pictures) > 1)}: {', '.join(pictures)}. {step.seconds:.0f} s.",
         soft_wrap=True,
         highlight=False,
         style="bold",
     )
 
 
-def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "CacheDemo | None":
+def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "Part | None":
     """Keys and values through the caches, or one line that says why not."""
     from kvant import cache_demo
 
@@ -178,7 +189,32 @@ def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "CacheDemo 
         caches = cache_demo.run_caches(chosen, simulator, done.append)
         stalls = sum(run.stalls for run in caches.runs)
         say(f"{'; '.join(done)}: {len(caches.keys)} tokens each, every bit equal, {stalls} stall cycles")
-    return caches
+
+    def write(folder: Path):
+        cache_demo.write_tensors(folder, caches)
+        draw_caches(folder / "cache.png", caches)
+
+    return Part(_cache_table(caches), "cache.png", sum(run.values for run in caches.runs), write)
+
+
+def _run_pq(chosen: "Config", simulator: str, step: "_Steps") -> "Part | None":
+    """Keys, values and queries through the product-quantised cache, or one line that says why not."""
+    from kvant import pq_demo
+
+    reason = pq_demo.skip_reason(chosen)
+    if reason is not None:
+        with step("Product quantisation") as say:
+            say(f"skipped, {reason}")
+        return None
+    with step(f"Product quantisation of the same rows on {simulator}, compared with the golden model") as say:
+        quantised = pq_demo.run_pq(chosen, simulator)
+        say(f"codes, scores and outputs of {len(quantised.out)} queries, every bit equal")
+
+    def write(folder: Path):
+        pq_demo.write_tensors(folder, quantised)
+        draw_pq(folder / "pq.png", quantised)
+
+    return Part(_pq_table(quantised), "pq.png", quantised.values, write)
 
 
 def quantise(tile: "Tile", calibration: "np.ndarray", chosen: "Config") -> "QuantizedWeights":
@@ -304,6 +340,20 @@ def draw(
     )
 
 
+def draw_pq(path: Path, quantised: "PqDemo"):
+    """Write the picture of product quantisation."""
+    from kvant import cache_demo, plots
+
+    plots.pq_figure(
+        path,
+        title=f"Product-quantised attention, layer {cache_demo.LAYER}, {quantised.bits:g} bits an element",
+        scores=quantised.scores,
+        exact_scores=quantised.exact_scores,
+        out=quantised.out[0],
+        exact=quantised.exact[0],
+    )
+
+
 def draw_caches(path: Path, caches: "CacheDemo"):
     """Write the picture of the caches."""
     import numpy as np
@@ -394,6 +444,28 @@ def _cache_table(caches: "CacheDemo") -> "Table":
         f"Bits of a full page; the caches keep {cache_demo.SINKS} sinks and the open window as INT8. Tables come from "
         f"the other heads of the layer, mean and floors from the first {cache_demo.PREFILL} tokens, a prefill that "
         "passes twice along time."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _pq_table(quantised: "PqDemo") -> "Table":
+    from rich.table import Table
+
+    from kvant import cache_demo, pq_demo
+
+    tokens = len(quantised.arrays["k"])
+    table = Table(title=f"Product quantisation of {tokens} tokens, layer {cache_demo.LAYER}", title_justify="left")
+    for heading in ("from the RTL", "bits", "error"):
+        table.add_column(heading, justify="left" if heading == "from the RTL" else "right")
+    for name, error in (("keys", quantised.key_error), ("values", quantised.value_error)):
+        table.add_row(f"{name}, coded", f"{quantised.bits:.2f}", f"{100 * error:.1f} %")
+    label = f"outputs of {len(quantised.out)} query heads against float64 attention"
+    table.add_row(label, "", f"{100 * quantised.output_error:.1f} %")
+    table.caption = (
+        f"{cache_demo.SINKS} sinks and the newest {pq_demo.RECENT} tokens stay INT8. Codebooks come from the other "
+        f"heads of the layer and the first {cache_demo.PREFILL} tokens; errors are those of the coded tokens behind "
+        "them."
     )
     table.caption_justify = "left"
     return table

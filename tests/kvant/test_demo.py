@@ -57,6 +57,8 @@ def test_demo_leaves_design_tensors_and_a_picture(finished):
         "keys_along_time.npz",
         "linear.sv",
         "out.npz",
+        "pq.npz",
+        "pq.png",
         "values_along_time.npz",
     ]
     for picture in ("demo.png", "cache.png"):

@@ -248,6 +248,7 @@ def test_linear_block_is_clean_and_its_bench_passes(generate, tmp_path):
         ("kcache", ["group=8", "head_dim=8", "lanes=8", "sinks=3", "centred=true"]),
         ("vcache", ["group=8", "head_dim=10", "lanes=4", "sinks=3", "heads=2", "capacity=64"]),
         ("pq", ["group=8", "head_dim=16", "lanes=4", "sinks=2", "recent=5", "nbits=4", "port_bits=64", "batch=4"]),
+        ("attention", ["group=8", "head_dim=16", "lanes=4", "sinks=2", "rows=4", "cols=2", "capacity=64"]),
     ],
 )
 def test_bench_of_a_cache_keeps_the_order_of_its_streams(kvant, tmp_path, block, options):

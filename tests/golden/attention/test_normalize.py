@@ -26,12 +26,13 @@ def nearest_fp32(value):
 def test_reciprocals_are_rounded_once():
     rng = random.Random(SEED)
     numbers = [1, 2, 3, (1 << 48) - 1, (1 << 40) + 1, (1 << 40) - 1, 1 << 47]
-    numbers += [rng.randrange(1, 1 << rng.randrange(1, 49)) for _ in range(3000)]
+    numbers += [1 << 61, (1 << 62) - 1, (1 << 54) - 1, (1 << 54) + 1, (1 << 61) - 1, (1 << 61) + 1]
+    numbers += [rng.randrange(1, 1 << rng.randrange(1, 63)) for _ in range(3000)]
     # denominators whose reciprocals lie next to a tie: float64 division followed by a conversion may miss them
     for _ in range(3000):
         tie = rng.randrange(1 << 24, 1 << 25) | 1
-        numbers.append(round(Fraction(1 << rng.randrange(48, 72), tie)))
-    numbers = [n for n in numbers if 0 < n < 1 << 48]
+        numbers.append(round(Fraction(1 << rng.randrange(48, 86), tie)))
+    numbers = [n for n in numbers if 0 < n < 1 << 62]
     got = reciprocal(torch.tensor(numbers)).tolist()
     assert got == [nearest_fp32(Fraction(1, n)) for n in numbers]
     assert reciprocal(torch.tensor([0])).tolist() == [0.0]
@@ -86,7 +87,7 @@ def test_weighted_means_come_out_as_float64_gives_them():
 
 def test_bad_input_is_refused():
     one = torch.tensor([1])
-    with pytest.raises(TensorError, match="coded and rows: legal is at least one of them"):
+    with pytest.raises(TensorError, match="coded, rows and staged: legal is at least one of them"):
         normalize(one)
     with pytest.raises(TensorError, match="rows: dtype float32; legal: float64"):
         normalize(one, rows=torch.ones((1, 3)))

@@ -1,0 +1,402 @@
+"""Attention over M-ANT and INT8 caches: two jobs of the linear path with a softmax between."""
+
+from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from amaranth.lib import data, memory, stream, wiring
+from amaranth.lib.wiring import In, Out
+
+from kvant.hw.attention.cache_reader import CacheReader, word_port
+from kvant.hw.attention.layouts import index_range
+from kvant.hw.attention.outputs import AttentionOutputs, attention_output
+from kvant.hw.attention.parameters import UNIT_BITS, X_SHIFT, AttentionParameters
+from kvant.hw.attention.score_softmax import QueryLimits, ScoreSoftmax
+from kvant.hw.attention.value_rows import ValueRows, row_port
+from kvant.hw.attention.weight_planes import WeightPlanes
+from kvant.hw.attention.weight_sum import WeightSum
+from kvant.hw.kvcache.parameters import BLOCK_GROUPS
+from kvant.hw.linear.engine import LinearEngine
+from kvant.hw.linear.parameters import ceil_div
+
+
+def attention_command(p: AttentionParameters) -> data.StructLayout:
+    """What a command says.
+
+    Members
+    -------
+    queries : 1 .. p.queries
+    tokens : 1 .. p.tokens
+        Keys in the cache.
+    sinks : 0 .. the lesser of p.sinks and `tokens`
+    int8_keys, int8_values : 1
+        The cache holds INT8 rows.
+    head : 8
+        For whoever serves the streams; not used here.
+    """
+    return data.StructLayout(
+        {
+            "queries": range(p.queries + 1),
+            "tokens": range(p.tokens + 1),
+            "sinks": range(p.sinks + 2),
+            "int8_keys": 1,
+            "int8_values": 1,
+            "head": 8,
+        }
+    )
+
+
+def query_port(p: AttentionParameters) -> data.StructLayout:
+    """Payload of the queries: `x_lanes` fp16 elements; `user`, read with a query's first transfer: its limits."""
+    return data.StructLayout({"data": data.ArrayLayout(16, p.x_lanes), "user": QueryLimits(p)})
+
+
+class QueryMemory(wiring.Component):
+    """Takes queries row by row and sends them group by group of the head, as a job of the linear path wants them.
+
+    Members
+    -------
+    start : in
+        Takes `count` queries, and then sends them.
+    count : in
+    q : in stream
+        `query_port`; surplus lanes of a row's last transfer are passed on.
+    limits : out, array of `QueryLimits`
+    loaded : out
+        All queries are in; low from `start` on.
+    send : in
+        Sends them, while `loaded`.
+    x : out stream
+        For each group, for each query: its transfers.
+    """
+
+    def __init__(self, p: AttentionParameters):
+        self.p = p
+        super().__init__(
+            {
+                "start": In(1),
+                "count": In(range(p.queries + 1)),
+                "q": In(stream.Signature(query_port(p))),
+                "limits": Out(QueryLimits(p)).array(p.queries),
+                "loaded": Out(1),
+                "send": In(1),
+                "x": Out(stream.Signature(data.StructLayout({"data": data.ArrayLayout(16, p.x_lanes)}))),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        transfers = ceil_div(p.head_dim, p.x_lanes)
+        query_bits = (p.queries - 1).bit_length()
+        # Written before `send`, read after it.
+        m.submodules.words = words = memory.Memory(
+            shape=16 * p.x_lanes,
+            depth=max(2, ((transfers - 1) << query_bits) + p.queries),
+            init=[],
+            attrs={"no_rw_check": 1},
+        )
+        write, read = words.write_port(), words.read_port()
+        loading = Signal()
+        query, place = Signal(index_range(p.queries)), Signal(index_range(transfers))
+        row_end = place == transfers - 1
+        take = self.q.valid & self.q.ready
+        m.d.comb += [
+            self.q.ready.eq(loading),
+            write.addr.eq(Cat(query[:query_bits], place)),
+            write.data.eq(self.q.payload.data),
+            write.en.eq(take),
+        ]
+        with m.If(self.start):
+            m.d.sync += [loading.eq(1), self.loaded.eq(0), query.eq(0), place.eq(0)]
+        with m.Elif(take):
+            m.d.sync += place.eq(Mux(row_end, 0, place + 1))
+            with m.If(row_end):
+                m.d.sync += query.eq(query + 1)
+                with m.If(query + 1 == self.count):
+                    m.d.sync += [loading.eq(0), self.loaded.eq(1)]
+        for number in range(p.queries):
+            with m.If(take & (place == 0) & (query == number)):
+                m.d.sync += self.limits[number].eq(self.q.payload.user)
+
+        # A word waits at the memory, one more at the port.
+        group_transfers = ceil_div(min(p.group, p.head_dim), p.x_lanes)
+        sending, fetched = Signal(), Signal()
+        number, first, offset = Signal.like(query), Signal.like(place), Signal(index_range(group_transfers))
+        group_end = offset == group_transfers - 1
+        round_end = group_end & (number + 1 == self.count)
+        moves = ~self.x.valid | self.x.ready
+        asks = sending & (~fetched | moves)
+        m.d.comb += [read.addr.eq(Cat(number[:query_bits], (first + offset)[: len(place)])), read.en.eq(asks)]
+        with m.If(self.send):
+            m.d.sync += [sending.eq(1), number.eq(0), first.eq(0), offset.eq(0)]
+        with m.Elif(asks):
+            m.d.sync += offset.eq(Mux(group_end, 0, offset + 1))
+            with m.If(group_end):
+                m.d.sync += number.eq(Mux(round_end, 0, number + 1))
+            with m.If(round_end):
+                m.d.sync += [first.eq(first + group_transfers), sending.eq(first + group_transfers < transfers)]
+        with m.If(asks):
+            m.d.sync += fetched.eq(1)
+        with m.Elif(moves):
+            m.d.sync += fetched.eq(0)
+        with m.If(moves):
+            m.d.sync += [self.x.valid.eq(fetched), self.x.payload.data.eq(read.data)]
+        return m
+
+
+class AttentionEngine(wiring.Component):
+    """Attention of queries over one cache, bit for bit what `kvant.golden.attention.engine` computes.
+
+    ::
+
+        q ──> QueryMemory ──> x ┐                   ┌─> y ──> ScoreSoftmax ──┬──> x (value job)
+                                ├──> LinearEngine ──┤      (WeightPlanes)    └──> row_weights
+        keys ─┬─> CacheReader ──┘        │          └─> y ──> AttentionOutputs ──> out
+        values┘                         xq ──> WeightSum ───────────^   ^
+        rows ──> ValueRows ─────────────────────────────────────────────┘
+
+    The key job multiplies the queries with all keys; the softmax makes weights of the scores; the value job multiplies
+    the weights with the windows of the values, while `ValueRows` adds up the values that are INT8 rows. The next
+    command's key job begins while the outputs leave.
+
+    Parameters
+    ----------
+    p : AttentionParameters
+
+    Members
+    -------
+    cmd : in stream
+        data : `attention_command`. One that is out of range raises `error` and is dropped.
+    q : in stream
+        `query_port`: the command's queries, row by row.
+    keys : in stream
+        `word_port`: blocks of sinks, then pages or INT8 blocks of keys.
+    values : in stream
+        `word_port`: pages of complete windows; nothing with `int8_values`.
+    rows : in stream
+        `row_port`: rows of sinks, then those behind the windows; with `int8_values` all.
+    out : out stream
+        `attention_output`.
+    busy : out
+        A command is under way.
+    nonfinite, error : out
+        Sticky: NaN or infinity in a query; an illegal command, group or row.
+    busy_cycles : out
+        Cycles in which the array worked.
+    """
+
+    def __init__(self, p: AttentionParameters):
+        self.p = p.check_attention()
+        super().__init__(
+            {
+                "cmd": In(stream.Signature(data.StructLayout({"data": attention_command(p)}))),
+                "q": In(stream.Signature(query_port(p))),
+                "keys": In(stream.Signature(word_port(p))),
+                "values": In(stream.Signature(word_port(p))),
+                "rows": In(stream.Signature(row_port(p))),
+                "out": Out(stream.Signature(attention_output())),
+                "busy": Out(1),
+                "nonfinite": Out(1),
+                "error": Out(1),
+                "busy_cycles": Out(32),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        m.submodules.queries = queries = QueryMemory(p)
+        m.submodules.reader = reader = CacheReader(p)
+        m.submodules.linear = linear = LinearEngine(p.linear)
+        m.submodules.softmax = softmax = ScoreSoftmax(p)
+        m.submodules.weight_sum = weight_sum = WeightSum(p)
+        m.submodules.value_rows = rows = ValueRows(p)
+        m.submodules.outputs = outputs = AttentionOutputs(p, rows)
+        wiring.connect(m, wiring.flipped(self.q), queries.q)
+        wiring.connect(m, wiring.flipped(self.keys), reader.keys)
+        wiring.connect(m, wiring.flipped(self.values), reader.values)
+        wiring.connect(m, wiring.flipped(self.rows), rows.rows)
+        wiring.connect(m, reader.w, linear.w)
+        wiring.connect(m, softmax.row_weights, rows.row_weights)
+        wiring.connect(m, outputs.out, wiring.flipped(self.out))
+
+        # The command and what follows from it.
+        command = Signal(attention_command(p), reset_less=True)
+        group_bits, head_bits = (p.group - 1).bit_length(), (p.head_groups - 1).bit_length()
+        column_bits, block_bits = (p.cols - 1).bit_length(), (BLOCK_GROUPS - 1).bit_length()
+
+        def ceil_shift(value, bits):
+            """``ceil(value / 2^bits)``."""
+            return (value + ((1 << bits) - 1)) >> bits
+
+        windows = Signal(range(p.tokens // p.group + 1), reset_less=True)
+        sink_blocks = Signal(range(p.sink_blocks + 2), reset_less=True)
+        key_tiles = Signal(range(ceil_div(p.tokens, p.cols) + 1), reset_less=True)
+        key_pages = Signal.like(reader.job.payload.pages, reset_less=True)
+        windowed = Signal.like(command.tokens, reset_less=True)
+        legal = Signal()
+        m.d.comb += legal.eq(
+            (command.queries != 0)
+            & (command.queries <= p.queries)
+            & (command.tokens != 0)
+            & (command.tokens <= p.tokens)
+            & (command.sinks <= p.sinks)
+            & (command.sinks <= command.tokens)
+        )
+        groups = ceil_shift(command.tokens << head_bits, block_bits)
+        m.d.sync += [
+            windows.eq(Mux(command.int8_values, 0, command.tokens >> group_bits)),
+            windowed.eq(Mux(command.int8_values, 0, Cat(Const(0, group_bits), command.tokens[group_bits:]))),
+            sink_blocks.eq(ceil_shift(command.sinks << head_bits, block_bits)),
+            key_tiles.eq(ceil_shift(command.tokens, column_bits)),
+            key_pages.eq(Mux(command.int8_keys, groups, ceil_shift(command.tokens, group_bits))),
+        ]
+        has_groups = Mux(command.int8_values, 1, command.sinks != 0)
+        has_channels = ~command.int8_values & (windowed != command.tokens)
+
+        # What its outputs need: they leave while the next command reads its keys.
+        outputting = Signal()
+        leaving_count = Signal.like(command.queries, reset_less=True)
+        has = {name: Signal(name=f"has_{name}", reset_less=True) for name in ("sums", "groups", "channels")}
+
+        # Its two jobs.
+        values = Signal()  # the job under way is that of values
+        reads, multiplies = Signal(), Signal()  # a job is offered
+        reads_values = Signal()
+        job = linear.cmd.payload.data
+        m.d.comb += [
+            reader.job.valid.eq(reads),
+            reader.job.payload.values.eq(reads_values),
+            reader.job.payload.int8.eq(command.int8_keys),
+            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, sink_blocks)),
+            reader.job.payload.pages.eq(Mux(reads_values, windows, key_pages)),
+            reader.job.payload.tiles.eq(key_tiles),
+            linear.cmd.valid.eq(multiplies),
+            job.tokens.eq(Mux(values, command.queries * p.weight_planes, command.queries)),
+            job.groups.eq(Mux(values, windows, p.head_groups)),
+            job.tail.eq(Mux(values, p.group, p.head_tail)),
+            job.tiles.eq(Mux(values, p.value_tiles, sink_blocks * p.key_tiles + key_tiles)),
+            job.last_cols.eq(
+                Mux(
+                    values,
+                    p.head_dim - (p.value_tiles - 1) * p.cols,
+                    (command.tokens - 1)[:column_bits] + 1 if column_bits else 1,
+                )
+            ),
+            job.interleave.eq(Mux(values, p.value_tiles, p.key_tiles)),
+        ]
+
+        start, second, output = Signal(), Signal(), Signal()  # first pass, second pass, end of the command
+
+        # Streams of the linear path go with the job.
+        x, y, xq = linear.x, linear.y, linear.xq
+        weights = softmax.x
+        if p.weight_planes > 1:
+            m.submodules.planes = planes = WeightPlanes(p)
+            wiring.connect(m, softmax.x, planes.i)
+            m.d.comb += [
+                planes.start.eq(second),
+                planes.count.eq(command.queries),
+                planes.valid.eq(xq.valid & values),
+                planes.xq.eq(xq.payload),
+            ]
+            weights = planes.o
+        m.d.comb += [
+            x.valid.eq(Mux(values, weights.valid, queries.x.valid)),
+            x.payload.eq(Mux(values, weights.payload.as_value(), queries.x.payload.as_value())),
+            weights.ready.eq(x.ready & values),
+            queries.x.ready.eq(x.ready & ~values),
+            softmax.y.valid.eq(y.valid & ~values),
+            outputs.y.valid.eq(y.valid & values),
+            softmax.y.payload.eq(y.payload),
+            outputs.y.payload.eq(y.payload),
+            y.ready.eq(Mux(values, outputs.y.ready, softmax.y.ready)),
+            xq.ready.eq(1),
+            weight_sum.valid.eq(xq.valid & values),
+            weight_sum.xq.eq(xq.payload),
+        ]
+
+        m.d.comb += [
+            queries.start.eq(start),
+            queries.count.eq(command.queries),
+            softmax.start.eq(start),
+            softmax.count.eq(command.queries),
+            softmax.tokens.eq(command.tokens),
+            softmax.sinks.eq(command.sinks),
+            softmax.sink_tiles.eq(sink_blocks * p.key_tiles),
+            softmax.go.eq(second),
+            softmax.windows.eq(windows),
+            softmax.int8_values.eq(command.int8_values),
+            weight_sum.start.eq(second),
+            weight_sum.count.eq(command.queries),
+            rows.start.eq(second),
+            rows.count.eq(command.queries),
+            rows.group_rows.eq(Mux(command.int8_values, command.tokens, command.sinks)),
+            rows.channel_rows.eq(Mux(command.int8_values, 0, command.tokens - windowed)),
+            outputs.start.eq(second),
+            outputs.count.eq(leaving_count),
+            outputs.go.eq(output),
+            outputs.has_sums.eq(has["sums"]),
+            outputs.has_groups.eq(has["groups"]),
+            outputs.has_channels.eq(has["channels"]),
+            weight_sum.query.eq(outputs.total_query),
+            rows.total_query.eq(outputs.total_query),
+            outputs.total.eq(Mux(has["sums"], weight_sum.total, 0) + Cat(Const(0, UNIT_BITS - X_SHIFT), rows.total)),
+            outputs.look.eq(rows.look),
+            outputs.scales.eq(rows.scales),
+            rows.look_enable.eq(outputs.look_enable),
+            rows.look_part.eq(outputs.look_part),
+            rows.look_transfer.eq(outputs.look_transfer),
+            rows.look_query.eq(outputs.look_query),
+        ]
+        for theirs, ours in zip(softmax.limits, queries.limits, strict=True):
+            m.d.comb += theirs.eq(ours)
+
+        refused = Signal()
+        with m.If(reads & reader.job.ready):  # the windows behind the keys: their words come as soon as there is room
+            m.d.sync += [reads.eq(~reads_values & (windows != 0)), reads_values.eq(1)]
+        with m.If(multiplies & linear.cmd.ready):
+            m.d.sync += multiplies.eq(0)
+        with m.If(second):
+            m.d.sync += [
+                leaving_count.eq(command.queries),
+                has["sums"].eq(windows != 0),
+                has["groups"].eq(has_groups),
+                has["channels"].eq(has_channels),
+            ]
+        with m.If(output):
+            m.d.sync += outputting.eq(1)
+        with m.Elif(outputs.done):
+            m.d.sync += outputting.eq(0)
+        m.d.comb += self.busy.eq(1)
+        with m.FSM():
+            with m.State("COMMAND"):
+                m.d.comb += [self.busy.eq(outputting), self.cmd.ready.eq(1)]
+                m.d.sync += [command.eq(self.cmd.payload.data), values.eq(0)]
+                with m.If(self.cmd.valid):
+                    m.next = "CHECK"
+            with m.State("CHECK"):
+                m.d.comb += refused.eq(~legal)
+                with m.If(legal):
+                    m.next = "START"
+                with m.Else():
+                    m.next = "COMMAND"
+            with m.State("START"):
+                m.d.comb += start.eq(1)
+                m.d.sync += [reads.eq(1), reads_values.eq(0), multiplies.eq(1)]
+                m.next = "QUERIES"
+            with m.State("QUERIES"):
+                with m.If(queries.loaded):
+                    m.d.comb += queries.send.eq(1)
+                    m.next = "SCORES"
+            with m.State("SCORES"):
+                with m.If(softmax.scored & ~outputting):
+                    m.d.comb += second.eq(1)
+                    m.d.sync += [values.eq(1), multiplies.eq(windows != 0)]
+                    m.next = "VALUES"
+            with m.State("VALUES"):
+                with m.If((outputs.summed | (windows == 0)) & rows.done):
+                    m.d.comb += output.eq(1)
+                    m.next = "COMMAND"
+        m.d.comb += [self.nonfinite.eq(linear.nonfinite), self.busy_cycles.eq(linear.busy_cycles)]
+        with m.If(linear.error | refused | rows.error):
+            m.d.sync += self.error.eq(1)
+        return m
