@@ -21,22 +21,23 @@ from kvant.hw.numeric.floating import (
 )
 from kvant.hw.parameters import check_integer
 
-WIDE_PRODUCT_LATENCY = 3
+WIDE_PRODUCT_LATENCY = 4
 """Cycles of `wide_product`."""
 
 
 def wide_product(pipeline: Pipeline, a: Value, b: Value) -> Signal:
     """``a * b`` of unsigned numbers, exact, `WIDE_PRODUCT_LATENCY` cycles later.
 
-    Both are cut in halves, so that each of four multipliers is narrow and stands between two registers.
+    Both are cut in halves, so that each of four multipliers is narrow and stands between two registers, of which the
+    one behind it leads to another register and nothing else: so it can lie where the multiplier does.
     """
     register = pipeline.register
     a_split, b_split = len(a) // 2, len(b) // 2
     a_low, a_high, b_low, b_high = a[:a_split], a[a_split:], b[:b_split], b[b_split:]
-    low = register(a_low * b_low, "low")
-    high = register(a_high * b_high, "high")
-    rising = register(a_high * b_low, "rising")
-    falling = register(a_low * b_high, "falling")
+    low = register(a_low * b_low, "low", cycles=2)
+    high = register(a_high * b_high, "high", cycles=2)
+    rising = register(a_high * b_low, "rising", cycles=2)
+    falling = register(a_low * b_high, "falling", cycles=2)
     # Lowest and highest part do not overlap; those between are added first.
     outer = register(Cat(low, high), "outer")
     inner = register((rising << a_split) + (falling << b_split), "inner")

@@ -194,7 +194,7 @@ class Normalizer(wiring.Component):
         width = max(layout["data"].shape.elem_shape.width for layout in (self._coded, self._rows))
         self._convert = FloatFromInteger(width, self._rows["exponent"].shape)
         # An element enters in cycle 0; cycles of its number, its sum, and its product.
-        self._number_cycle = 1 + self._convert.latency
+        self._number_cycle = 2 + self._convert.latency
         self._sum_cycle = self._number_cycle + FloatAdder.latency + 1
         self._product_cycle = self._sum_cycle + FloatProduct.latency
         self.latency = self._product_cycle + 1
@@ -272,14 +272,17 @@ class Normalizer(wiring.Component):
         coded_number = choose([coded.data[k] for k in range(p.slice_bytes)], lane)
         row_number = choose([rows.data[k] for k in range(p.lanes)], element)
         shift = choose([job.shift[k] for k in range(queries)], coded.vector)
+        # Cycle 0: the element of either part. Cycle 1: that of the part whose turn it is.
+        outputs_1 = register(outputs, "outputs")
+        coded_number = register(coded_number, "coded_number")
+        row_number = register(Mux(job.has_rows, row_number, 0), "row_number")
         number = Signal(self._convert.number.shape())
-        m.d.comb += number.eq(Mux(outputs, Mux(job.has_rows, row_number, 0), coded_number))
+        m.d.comb += number.eq(Mux(outputs_1, row_number, coded_number))
         element_bits = (d - 1).bit_length()
         coded_element = Cat(lane[: (p.slice_bytes - 1).bit_length()], coded.slice)[:element_bits]
         address = Cat(
             Mux(outputs, element, coded_element)[:element_bits], Mux(outputs, vector, coded.vector)[:vector_bits]
         )
-        outputs_1 = register(outputs, "outputs")
         addresses = [address]
         for _ in range(self._product_cycle):
             addresses.append(register(addresses[-1], "address"))
@@ -289,8 +292,8 @@ class Normalizer(wiring.Component):
         m.submodules.convert = EnableInserter(advance)(convert)
         m.d.comb += [
             convert.number.eq(register(number, "number")),
-            convert.exponent.eq(register(Mux(outputs, rows.exponent, shift), "exponent")),
-            convert.truncate.eq(~outputs_1),
+            convert.exponent.eq(register(Mux(outputs, rows.exponent, shift), "exponent", cycles=2)),
+            convert.truncate.eq(~register(outputs_1, "outputs")),
         ]
 
         # Sums with what waits in the memory. It is written in the first phase and read in the second.

@@ -91,7 +91,7 @@ class ScoreFactor(wiring.Component):
         `Factor`; mantissa 0 where a scale is 0.
     """
 
-    latency = 1 + 2 * SPLIT_PRODUCT_LATENCY
+    latency = 2 + 2 * SPLIT_PRODUCT_LATENCY
 
     def __init__(self, head_dim: int):
         self.constant = softmax_constant(head_dim)
@@ -102,14 +102,15 @@ class ScoreFactor(wiring.Component):
         pipeline = Pipeline(m)
         register = pipeline.register
 
-        # Cycle 0: parts of the scales. A subnormal has exponent 1.
+        # Cycle 0: parts of the scales; a subnormal has exponent 1. They wait for a cycle on their way to the
+        # multipliers.
         mantissas, exponents = [], []
         for scale in (self.query_scale, self.scale):
             normal = scale[10:15].any()
             mantissas.append(Cat(scale[:10], normal))
             exponents.append(Cat(scale[10] | ~normal, scale[11:15]))
-        query_mantissa = register(mantissas[0], "query_mantissa")
-        mantissa = register(mantissas[1], "mantissa", cycles=1 + SPLIT_PRODUCT_LATENCY)
+        query_mantissa = register(mantissas[0], "query_mantissa", cycles=2)
+        mantissa = register(mantissas[1], "mantissa", cycles=2 + SPLIT_PRODUCT_LATENCY)
         places = register(exponents[0] + exponents[1], "places")
         offset = self.constant.exponent + LOG_FRACTION + 2 * FP16_LSB
         exponent = Signal(EXPONENT)

@@ -20,6 +20,7 @@ from kvant.hw.pq.codebook_merge import CodebookMerge
 from kvant.hw.pq.decoded_rows import CodebookSplit, RowMerge
 from kvant.hw.pq.engine import CodebookEngine
 from kvant.hw.pq.history import HistoryReader
+from kvant.hw.pq.job_vectors import position_lanes
 from kvant.hw.pq.parameters import PqParameters
 from kvant.hw.pq.query_stage import PreparedCommand, QueryStage, attend_command
 from kvant.hw.pq.ring_layouts import row_input
@@ -166,20 +167,27 @@ class PqAttention(wiring.Component):
             ]
             return queue.o
 
+        def crossing(name: str, source):
+            """*source* behind two such queues, one for either end: so no signal goes there and back in a cycle."""
+            return buffered(f"{name}_far", buffered(name, source))
+
         def held(name: str, source):
-            """The same for a transfer every second cycle at most, with half the registers."""
+            """*source* in one register, for a transfer every second cycle at most."""
             m.submodules[f"{name}_register"] = register = StreamRegister(source.payload.shape())
             wiring.connect(m, source, register.i)
             return register.o
 
         # Coding.
-        batch = buffered("batch", ring.rows)
+        # Cut into pieces, a transfer takes cycles anyway.
+        batch = (held if position_lanes(p) < p.lanes else crossing)("batch", ring.rows)
         wiring.connect(m, wiring.flipped(self.x), ring.x)
         wiring.connect(m, wiring.flipped(self.cfg), ring.cfg)
         wiring.connect(m, wiring.flipped(self.encode_codebook), engine.encode_words)
         wiring.connect(m, engine.codes, path.codes)
         wiring.connect(m, path.o, wiring.flipped(self.codes))
-        job = ring.encode_job
+        job = held("job", ring.encode_job)
+        written = Signal()
+        m.d.sync += written.eq(path.written)
         m.d.comb += [
             path.job.payload.eq(job.payload),
             path.job.valid.eq(job.valid & engine.encode_job.ready),
@@ -191,7 +199,7 @@ class PqAttention(wiring.Component):
             engine.rows.payload.last.eq(batch.payload.last),
             engine.rows.valid.eq(batch.valid),
             batch.ready.eq(engine.rows.ready),
-            ring.coded.eq(path.written),
+            ring.coded.eq(written),
         ]
 
         # Attention: the paths of data.
@@ -199,9 +207,9 @@ class PqAttention(wiring.Component):
         asks_read = Signal()  # bins are to be read out
         wiring.connect(m, wiring.flipped(self.cmd), queries.cmd)
         wiring.connect(m, wiring.flipped(self.q), quantizer.queries)
-        wiring.connect(m, buffered("replay", ring.row_out), quantizer.rows)
-        wiring.connect(m, buffered("query", quantizer.query), queries.query)
-        wiring.connect(m, queries.table_queries, engine.q)
+        wiring.connect(m, crossing("replay", ring.row_out), quantizer.rows)
+        wiring.connect(m, crossing("query", quantizer.query), queries.query)
+        wiring.connect(m, held("table_queries", queries.table_queries), engine.q)
         wiring.connect(m, queries.queries, rows.q)
         wiring.connect(m, codebooks.o, engine.attend_words)
         wiring.connect(m, wiring.flipped(self.history), reader.words)
@@ -280,7 +288,7 @@ class PqAttention(wiring.Component):
             wiring.connect(m, wiring.flipped(self.codebook_k), codebooks.keys)
             wiring.connect(m, wiring.flipped(self.codebook_v), codebooks.values)
             attended_rows = quantizer.row
-        wiring.connect(m, buffered("row", attended_rows), rows.rows)
+        wiring.connect(m, crossing("row", attended_rows), rows.rows)
 
         # Scores leave, and wait for their softmax if values are to be mixed.
         frame, scores = tables.scores.payload, self.scores.payload.data
@@ -438,7 +446,8 @@ class PqAttention(wiring.Component):
 
         looks = (tables.words.valid & tables.words.ready) | (bins.words.valid & bins.words.ready)
         works = engine.steps.as_value().any() | looks | rows.busy
-        m.d.sync += self.busy_cycles.eq(self.busy_cycles + works)
+        worked = Signal()
+        m.d.sync += [worked.eq(works), self.busy_cycles.eq(self.busy_cycles + worked)]
         m.d.comb += [
             self.busy.eq(ring.busy | path.busy | engine.busy.as_value().any() | queries.busy | attends | finishes),
             self.full.eq(ring.full),
