@@ -422,3 +422,9 @@ def test_a_model_is_built_anew_for_another_installation_of_cocotb(monkeypatch, t
         assert trace.transfers["y"] == expected
         builds.append(len(list((tmp_path / "builds").iterdir())))
     assert builds == [1, 2, 2]
+
+
+def test_the_makefiles_of_verilator_call_a_python_that_is_there():
+    flags = toolchain.verilator_environment()["MAKEFLAGS"].split()
+    (program,) = (flag.partition("=")[2] for flag in flags if flag.startswith("PYTHON3="))
+    assert subprocess.run([program, "-c", "print(7)"], capture_output=True, text=True, check=True).stdout == "7\n"
