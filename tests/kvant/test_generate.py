@@ -212,7 +212,7 @@ def test_nothing_is_replaced_where_one_file_cannot_be(generate, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "BLOCK = 'nothing': legal is one of linear, variance, kcache, vcache, pq, toy"),
+        (["nothing"], "BLOCK = 'nothing': legal is one of linear, variance, kcache, vcache, pq, attention, top, toy"),
         (["toy", "--prefix", "1a"], "--prefix '1a': legal is a letter, then letters, digits and underscores"),
         (["toy", "--set", "rows=0"], "rows = 0"),
         (["toy", "--bench", "--seed", "-1"], "--seed -1: legal is an integer from 0"),
