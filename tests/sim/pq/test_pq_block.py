@@ -382,8 +382,8 @@ def test_illegal_settings_are_refused(setting, words):
 
 
 def test_a_difference_is_reported(monkeypatch):
-    def wrong(*arguments):
-        outputs = golden_outputs(*arguments)
+    def wrong(*arguments, **options):
+        outputs = golden_outputs(*arguments, **options)
         outputs["scores"][1, 3] += 1
         return outputs
 
