@@ -1,6 +1,9 @@
 """How a matrix product is cut into jobs of the linear path."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
@@ -24,13 +27,16 @@ class JobNumbers:
         fields = [value for name, value in asdict(self).items() if name != "first_token"]
         return sum(value << (COUNT_WIDTH * place) for place, value in enumerate(fields))
 
-    def tile_order(self):
+    def tile_order(self) -> Iterator[tuple[int, int]]:
         """The job's tiles as ``(group, tile)``, in the order in which they stream."""
-        for block in range(0, self.tiles, self.interleave):
-            tiles = range(block, min(block + self.interleave, self.tiles))
-            for group in range(self.groups):
-                for tile in tiles:
-                    yield group, tile
+        return zip(*(part.tolist() for part in tile_order(self.groups, self.tiles, self.interleave)), strict=True)
+
+
+def tile_order(groups: int, tiles: int, interleave: int) -> tuple[np.ndarray, np.ndarray]:
+    """Groups and tiles in the order of the stream: blocks of *interleave* tiles, in each block by group, then tile."""
+    group, tile = np.divmod(np.arange(groups * tiles), tiles)
+    order = np.lexsort((tile, group, tile // interleave))
+    return group[order], tile[order]
 
 
 def plan(p: LinearParameters, *, tokens: int, inputs: int, outputs: int) -> list[JobNumbers]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from kvant.hw.linear.jobs import tile_order
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
+from kvant.hw.linear.tiles import int8_tiles, metadata, nibble_planes
 from kvant.hw.linear.timing import LinearTiming
 from kvant.hw.numeric.codes import INT8
 from kvant.hw.parameters import ParameterError
@@ -97,50 +99,18 @@ def pack_weights(
             raise ParameterError(f"{name}: shape {list(array.shape)}; legal is {[outputs, groups]}")
     if type(interleave) is not int or not 1 <= interleave <= linear.accumulators:
         raise ParameterError(f"interleave = {interleave!r}: legal is an integer from 1 to {linear.accumulators}")
-    has_int8 = coefficient == INT8
-    if has_int8.any() and (int8 is None or not linear.int8_groups):
+    if (coefficient == INT8).any() and (int8 is None or not linear.int8_groups):
         what = "the array int8 is missing" if linear.int8_groups else "the design has int8_groups = false"
         raise ParameterError(f"coefficient = {INT8}: {what}")
 
-    extra = tiles * linear.cols - outputs
-    low, high = codes, np.zeros_like(codes)
-    if has_int8.any():
-        elements = np.repeat(has_int8, linear.group, axis=1)[:, :inputs]
-        raw = int8.view(np.uint8)
-        low, high = np.where(elements, raw & 15, codes), np.where(elements, raw >> 4, 0).astype(np.uint8)
-    tile_has_high = np.pad(has_int8, ((0, extra), (0, 0))).reshape(tiles, linear.cols, groups).any(axis=1)
-
-    heads = np.zeros((tiles * linear.cols, groups, 3), np.uint8)
-    heads[:outputs, :, :2] = np.ascontiguousarray(scale).view(np.uint8).reshape(outputs, groups, 2)
-    heads[:outputs, :, 2] = coefficient
-    heads = np.stack([heads & 15, heads >> 4], axis=-1)  # nibbles, the low one first
-    heads = heads.reshape(tiles, linear.cols, groups, 6).transpose(2, 0, 1, 3).reshape(groups, tiles, -1)
-
-    records = []  # of each group, of each tile: its nibbles
-    for group in range(groups):
-        columns = slice(group * linear.group, min((group + 1) * linear.group, inputs))
-        count = columns.stop - columns.start
-        beats = ceil_div(count, linear.rows)
-        pad = ((0, extra), (0, beats * linear.rows - count))
-        planes = []
-        for plane in (high, low):
-            beat_order = np.pad(plane[:, columns], pad).reshape(tiles, linear.cols, beats, linear.rows)
-            planes.append(beat_order.transpose(0, 2, 1, 3).reshape(tiles, -1))
-        plain = np.concatenate([heads[group], planes[1]], axis=1)
-        records.append(
-            [
-                np.concatenate([heads[group, tile], planes[0][tile], planes[1][tile]])
-                if tile_has_high[tile, group]
-                else plain[tile]
-                for tile in range(tiles)
-            ]
-        )
-    order = [
-        records[group][tile]
-        for block in range(0, tiles, interleave)
-        for group in range(groups)
-        for tile in range(block, min(block + interleave, tiles))
-    ]
-    nibbles = np.concatenate(order)
+    arrays = {"w_codes": codes, "w_scale": scale, "w_coeff": coefficient, "w_int8": int8}
+    heads = metadata(linear, arrays)
+    heads = np.stack([heads & 15, heads >> 4], axis=-1).reshape(groups, tiles, -1)  # nibbles, the low one first
+    marked, planes = int8_tiles(linear, coefficient), list(nibble_planes(linear, arrays))
+    nibbles = []
+    for group, tile in zip(*tile_order(groups, tiles, interleave), strict=True):
+        high, low = (plane[tile].reshape(-1) for plane in planes[group])
+        nibbles += [heads[group, tile], *([high] if marked[tile, group] else []), low]
+    nibbles = np.concatenate(nibbles)
     nibbles = np.pad(nibbles, (0, -len(nibbles) % (2 * p.soc.port_bytes)))
     return (nibbles[0::2] | nibbles[1::2] << 4).astype(np.uint8).tobytes()

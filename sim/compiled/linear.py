@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvant.hw.linear import tiles
 from kvant.hw.linear.engine import LinearEngine
-from kvant.hw.linear.jobs import JobNumbers, plan
+from kvant.hw.linear.jobs import plan, tile_order
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.sim.compiled.build import Progress, storage_bytes
 from kvant.sim.compiled.model import CompiledModel, records
 from kvant.sim.errors import SimulationError
-from kvant.sim.linear import tiles
 from kvant.sim.simulate import cached_design
 
 TOP = "linear"
@@ -51,10 +51,10 @@ class StreamedWeights:
         if min(interleave, count) == min(self.interleave, count):
             return {"data": self.data, "user": self.user}
         place = np.zeros(self.beats.shape, np.int64)  # of each tile's first transfer
-        group, tile = _tile_order(*self.beats.shape, self.interleave)
+        group, tile = tile_order(*self.beats.shape, self.interleave)
         lengths = self.beats[group, tile]
         place[group, tile] = np.cumsum(lengths) - lengths
-        group, tile = _tile_order(*self.beats.shape, interleave)
+        group, tile = tile_order(*self.beats.shape, interleave)
         index = _spans(place[group, tile], self.beats[group, tile])
         return {"data": self.data[index], "user": self.user[index]}
 
@@ -128,7 +128,7 @@ class CompiledLinear:
         length = np.full(job.groups, p.beats)
         length[-1] = ceil_div(job.tail, p.rows)
         beats = length[:, None] * (1 + marked)
-        group, tile = _tile_order(*beats.shape, job.interleave)
+        group, tile = tile_order(*beats.shape, job.interleave)
         lengths = beats[group, tile]
         place = np.zeros_like(beats)
         place[group, tile] = np.cumsum(lengths) - lengths
@@ -174,12 +174,15 @@ class CompiledLinear:
             if job.interleave not in passes:
                 passes[job.interleave] = weights.ordered(job.interleave)
             model.send("w", passes[job.interleave])
-            model.send("x", {"data": self._activations(job, x)})
+            activations = tiles.activation_transfers(p, job, x).view(np.uint8)
+            activations = np.pad(activations, ((0, 0), (0, storage_bytes(16 * p.x_lanes) - activations.shape[1])))
+            model.send("x", {"data": activations})
             outputs.append(model.receive("y", job.tiles * job.tokens * p.unit_cols)["data"])
         counts = model.run()
         if model.read("error"):
             raise SimulationError("the linear engine raised its flag error: a job or a weight that it does not take")
-        y = np.concatenate([self._columns(job, lanes) for job, lanes in zip(jobs, outputs, strict=True)])
+        lanes = (buffer.view(np.float32) for buffer in outputs)
+        y = np.concatenate([tiles.output_columns(p, job, part) for job, part in zip(jobs, lanes, strict=True)])
         cycles = counts["y"].last - min(counts["x"].first, counts["w"].first) + 1
         return Product(np.ascontiguousarray(y[:, : weights.outputs]), cycles, counts["w"].count)
 
@@ -193,33 +196,6 @@ class CompiledLinear:
         """
         self.model.step(_SETTLE_CYCLES)
         return {name: self.model.read(name) for name in ("nonfinite", "error", "busy_cycles")}
-
-    def _activations(self, job: JobNumbers, x: np.ndarray) -> np.ndarray:
-        """Transfers of the port x for a job."""
-        p = self.p
-        rows = np.ascontiguousarray(x[job.first_token : job.first_token + job.tokens])
-        parts = []
-        for group in range(job.groups):
-            part = rows[:, group * p.group : (group + 1) * p.group]
-            part = np.pad(part, ((0, 0), (0, -part.shape[1] % p.x_lanes)))
-            parts.append(part.reshape(-1, p.x_lanes))
-        lanes = np.concatenate(parts).view(np.uint8)
-        return np.pad(lanes, ((0, 0), (0, storage_bytes(16 * p.x_lanes) - lanes.shape[1])))
-
-    def _columns(self, job: JobNumbers, lanes: np.ndarray) -> np.ndarray:
-        """Outputs f32 [tokens, tiles * cols] in transfers of the port y."""
-        p = self.p
-        # transfer [tile, token, step] lane [unit] is column unit * unit_cols + step of the tile
-        part = lanes.view(np.float32).reshape(job.tiles, job.tokens, p.unit_cols, p.units)
-        part = part.transpose(1, 0, 3, 2).reshape(job.tokens, job.tiles, -1)[:, :, : p.cols]
-        return part.reshape(job.tokens, -1)
-
-
-def _tile_order(groups: int, count: int, interleave: int) -> tuple[np.ndarray, np.ndarray]:
-    """Groups and tiles in the order of the stream: blocks of *interleave* tiles, in each block by group, then tile."""
-    group, tile = np.divmod(np.arange(groups * count), count)
-    order = np.lexsort((tile, group, tile // interleave))
-    return group[order], tile[order]
 
 
 def _spans(first: np.ndarray, length: np.ndarray) -> np.ndarray:

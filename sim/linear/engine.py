@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from kvant.hw.linear import tiles
 from kvant.hw.linear.engine import LinearEngine
 from kvant.hw.linear.jobs import JobNumbers, plan
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
-from kvant.sim.linear import tiles
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
 
@@ -56,7 +56,7 @@ def stimulus(p: LinearParameters, jobs: list[JobNumbers], arrays: dict[str, np.n
     x, w, user = [], {"data": [], "user": []}, None
     beats_of = _weight_tiles(p, arrays)
     for job in jobs:
-        x += _activations(p, job, arrays["x"])
+        x += _to_integers(tiles.activation_transfers(p, job, arrays["x"]).view(np.uint8))
         for group, tile in job.tile_order():
             beats, user = beats_of[group, tile]
             w["data"] += beats
@@ -79,16 +79,6 @@ def _to_integers(rows: np.ndarray) -> list[int]:
     width = rows.shape[1]
     raw = np.ascontiguousarray(rows).tobytes()
     return [int.from_bytes(raw[start : start + width], "little") for start in range(0, len(raw), width)]
-
-
-def _activations(p: LinearParameters, job: JobNumbers, x: np.ndarray) -> list[int]:
-    tokens = np.ascontiguousarray(x[job.first_token : job.first_token + job.tokens]).view(np.uint16)
-    transfers = []
-    for group in range(job.groups):
-        part = tokens[:, group * p.group : (group + 1) * p.group]
-        part = np.pad(part, ((0, 0), (0, -part.shape[1] % p.x_lanes)))
-        transfers += _to_integers(part.reshape(-1, p.x_lanes).view(np.uint8))
-    return transfers
 
 
 def _weight_tiles(p: LinearParameters, arrays: dict[str, np.ndarray]) -> dict[tuple[int, int], tuple[list[int], int]]:
@@ -136,10 +126,8 @@ def collect(
     position = 0
     for job in jobs:
         count = job.tiles * job.tokens * p.unit_cols
-        # transfer [tile, token, step] lane [unit] is column unit * unit_cols + step of the tile
-        part = lanes[position : position + count].reshape(job.tiles, job.tokens, p.unit_cols, p.units)
-        part = part.transpose(1, 0, 3, 2).reshape(job.tokens, job.tiles, -1)[:, :, : p.cols]
-        y[job.first_token : job.first_token + job.tokens] = part.reshape(job.tokens, -1)[:, :outputs]
+        part = tiles.output_columns(p, job, lanes[position : position + count])
+        y[job.first_token : job.first_token + job.tokens] = part[:, :outputs]
         position += count
 
     first = min(trace.cycles["x"][0], trace.cycles["w"][0])
