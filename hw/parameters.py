@@ -1,6 +1,6 @@
 """Base of all parameter classes: validated once, immutable, errors of one line."""
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 
 class ParameterError(ValueError):
@@ -63,6 +63,14 @@ class Parameters(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ParameterError(self._one_line(error.errors()[0])) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: object, info: ValidationInfo) -> object:
+        """True equals 1, and a choice among integers would take it."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ParameterError("not an integer")
+        return value
 
     @classmethod
     def legal(cls, name: str) -> str:

@@ -3,7 +3,7 @@
 from functools import cached_property
 from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS, CAPACITY_GROUPS, LEAST_GROUP, UNIT_BYTES, CacheParameters
@@ -51,14 +51,6 @@ class AttentionParameters(Parameters):
         description="INT8 groups that the weights of a window become in attention: one, or one more of what it leaves.",
     )
     port_bits: Literal[32, 64, 128, 256, 512] = CacheParameters.model_fields["port_bits"]
-
-    @field_validator("port_bits", "weight_planes", mode="before")
-    @classmethod
-    def _no_bool(cls, value: object) -> object:
-        """True equals 1, and a choice among integers would take it."""
-        if isinstance(value, bool):
-            raise ParameterError("not an integer")
-        return value
 
     def check_attention(self) -> Self:
         """These parameters, if an attention engine can be built of them.

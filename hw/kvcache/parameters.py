@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from kvant.hw.linear.parameters import LinearParameters, ceil_div, signed_width
 from kvant.hw.numeric.adders import AdderName
@@ -61,14 +61,6 @@ class CacheParameters(Parameters):
     )
     evict: bool = Field(False, description="A full cache along time gives up its oldest window instead of stopping.")
     port_bits: Literal[32, 64, 128, 256, 512] = Field(128, description="Width of the memory port, in bits.")
-
-    @field_validator("port_bits", mode="before")
-    @classmethod
-    def _no_bool(cls, value: object) -> object:
-        """True equals 1, and a choice among integers would take it."""
-        if isinstance(value, bool):
-            raise ParameterError("not an integer")
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

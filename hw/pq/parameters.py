@@ -3,7 +3,7 @@
 from math import gcd
 from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from kvant.hw.attention.cache_shape import INT8_MAGNITUDE, WEIGHT_BITS
 from kvant.hw.kvcache.parameters import CAPACITY_GROUPS, CacheParameters, ceil_div
@@ -42,14 +42,6 @@ class PqParameters(Parameters):
     decode_tokens: int = Field(
         0, ge=0, le=16777216, description="Longest history whose codes can be read as INT8 rows; 0: not built."
     )
-
-    @field_validator("port_bits", "subspace", "batch", mode="before")
-    @classmethod
-    def _no_bool(cls, value: object) -> object:
-        """True equals 1, and a choice among integers would take it."""
-        if isinstance(value, bool):
-            raise ParameterError("not an integer")
-        return value
 
     def check_pq(self) -> Self:
         """These parameters, if a product-quantised cache can be built of them.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
@@ -27,14 +27,6 @@ class SocParameters(Parameters):
     weight_words: int = Field(
         512, ge=4, le=8192, description="Weights read ahead, in words of the port; room for two bursts at least."
     )
-
-    @field_validator("port_bits", mode="before")
-    @classmethod
-    def _no_bool(cls, value: object) -> object:
-        """True equals 1, and a choice among integers would take it."""
-        if isinstance(value, bool):
-            raise ParameterError("not an integer")
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
