@@ -147,7 +147,7 @@ class Sequencer(wiring.Component):
         all_given = ~pending.any()
 
         incoming = self.descriptor.payload
-        flags = incoming.bits.flags
+        flags, is_job = incoming.bits.flags, incoming.bits.opcode == Opcode.LINEAR
         fault = Signal(StopReport())
         faulty, ends = Signal(), Signal()
         self._find_fault(m, fault, faulty, none_under_way, index, oldest)
@@ -178,18 +178,7 @@ class Sequencer(wiring.Component):
                 with m.If(all_given & ~under_way[slot] & ~halting & self.descriptor.valid):
                     with m.If(incoming.code != ErrorCode.NONE):
                         m.d.comb += ends.eq(none_under_way)
-                    with m.Elif(incoming.bits.opcode == Opcode.LINEAR):
-                        m.d.comb += self.descriptor.ready.eq(1)
-                        m.d.sync += [
-                            job.eq(incoming),
-                            under_way[slot].eq(1),
-                            index[slot].eq(incoming.index),
-                            interrupt[slot].eq(flags & Flag.INTERRUPT.value != 0),
-                            slot.eq(~slot),
-                            pending.eq(-1),
-                        ]
-                    with m.Elif(none_under_way):
-                        # FENCE and END are under way for one cycle, so that they are done like any other.
+                    with m.Elif(is_job | none_under_way):
                         m.d.comb += self.descriptor.ready.eq(1)
                         m.d.sync += [
                             job.eq(incoming),
@@ -198,7 +187,11 @@ class Sequencer(wiring.Component):
                             interrupt[slot].eq(flags & Flag.INTERRUPT.value != 0),
                             slot.eq(~slot),
                         ]
-                        m.next = "PASS"
+                        with m.If(is_job):
+                            m.d.sync += pending.eq(-1)
+                        with m.Else():
+                            # FENCE and END are under way for one cycle, so that they are done like any other.
+                            m.next = "PASS"
                 with m.If(self.abort):
                     m.d.sync += [self.report.eq(0), self.report.index.eq(self.head), self.failed.eq(1)]
                     m.next = "DRAIN"
