@@ -21,6 +21,22 @@ from kvant.hw.numeric.floating import (
 )
 from kvant.hw.parameters import check_integer
 
+SHIFT_CYCLES = 2
+"""Cycles of `shift_up`."""
+
+
+def shift_up(m: Module, pipeline: Pipeline, value: Value, amount: Value, *, width: int, name: str) -> Signal:
+    """``value << amount`` for an amount of 5 bits, `SHIFT_CYCLES` cycles later; bits from *width* on are cut off."""
+    for steps in ((4, 3), (2, 1, 0)):
+        for k in steps:
+            shape = Shape(min(width, len(value) + (1 << k)), signed=value.shape().signed)
+            shifted = Signal(shape, name=f"{name}_shifted_{k}")
+            m.d.comb += shifted.eq(Mux(amount[k], value << (1 << k), value))
+            value = shifted
+        value, amount = pipeline.register(value, name), pipeline.register(amount, f"{name}_shift")
+    return value
+
+
 WIDE_PRODUCT_LATENCY = 4
 """Cycles of `wide_product`."""
 

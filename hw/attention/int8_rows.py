@@ -16,15 +16,12 @@ from kvant.hw.attention.exponential import Exponential
 from kvant.hw.attention.layouts import index_range
 from kvant.hw.attention.row_factor import PLACE_BITS, RowFactor
 from kvant.hw.attention.row_scores import RowScores
-from kvant.hw.attention.scaler import LOG_WIDTH
+from kvant.hw.attention.scaler import LOG_LEAST, LOG_WIDTH
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.numeric.adder_tree import tree_levels, tree_sum
 from kvant.hw.numeric.delay_line import DelayLine
 from kvant.hw.numeric.floating import Pipeline
 from kvant.hw.parameters import check_integer
-
-LOG_LEAST = -(1 << (LOG_WIDTH - 1))
-"""Below every z: the largest z of no rows."""
 
 
 class Int8Job(enum.Enum, shape=2):

@@ -26,6 +26,9 @@ LOG_LIMIT = (1 << (LOG_WIDTH - 1)) - 1
 """Largest magnitude of a logarithm; what is larger saturates, which only scales beyond fp16's range of values over 127
 can bring about."""
 
+LOG_LEAST = -(1 << (LOG_WIDTH - 1))
+"""Below every logarithm: the largest one of no keys."""
+
 LEAST_SHIFT = 3
 """Largest legal exponent of a factor."""
 

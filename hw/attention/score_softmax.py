@@ -6,9 +6,10 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.attention.exponential import Exponential
+from kvant.hw.attention.floating import shift_up
 from kvant.hw.attention.layouts import index_range
 from kvant.hw.attention.parameters import AttentionParameters
-from kvant.hw.attention.scaler import LOG_FRACTION, LOG_LIMIT, LOG_WIDTH, ScoreScaler, softmax_constant
+from kvant.hw.attention.scaler import LOG_FRACTION, LOG_LEAST, LOG_LIMIT, LOG_WIDTH, ScoreScaler, softmax_constant
 from kvant.hw.linear.activation_buffer import activation_input
 from kvant.hw.linear.engine import output
 from kvant.hw.numeric.floating import (
@@ -20,9 +21,6 @@ from kvant.hw.numeric.floating import (
     leading_zeros,
     shift_left,
 )
-
-LOG_LEAST = -(1 << (LOG_WIDTH - 1))
-"""Below every logarithm: the largest one of no keys."""
 
 MOST_EXPONENT = 9
 """With a larger exponent every product of two mantissas saturates as it does with this one."""
@@ -68,18 +66,14 @@ class PositionBias(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        register = Pipeline(m).register
+        pipeline = Pipeline(m)
+        register = pipeline.register
         normal = self.slope[10:15].any()
         mantissa = register(Cat(self.slope[:10], normal), "mantissa")
         shift = register(Mux(normal, self.slope[10:15] - 1, 0)[:5], "shift", cycles=3)
         distance = register(self.distance, "distance")
         product = register(mantissa * distance, "product", cycles=2)
-        for steps in ((4, 3), (2, 1, 0)):
-            for k in steps:
-                shifted = Signal(min(self.width, len(product) + (1 << k)), name=f"shifted_{k}")
-                m.d.comb += shifted.eq(Mux(shift[k], product << (1 << k), product))
-                product = shifted
-            product, shift = register(product, "product"), register(shift, "shift")
+        product = shift_up(m, pipeline, product, shift, width=self.width, name="product")
         kept, half, rest = product[self.behind :], product[self.behind - 1], product[: self.behind - 1].any()
         m.d.comb += self.bias.eq(register(kept + (half & (rest | kept[0])), "bias"))
         return m

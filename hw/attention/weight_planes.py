@@ -4,6 +4,7 @@ from amaranth.hdl import Cat, EnableInserter, Module, Mux, Signal, signed
 from amaranth.lib import memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.floating import shift_up
 from kvant.hw.attention.layouts import index_range
 from kvant.hw.attention.normalize import choose
 from kvant.hw.attention.parameters import UNIT_BITS, AttentionParameters
@@ -41,7 +42,8 @@ class Residual(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        register = Pipeline(m).register
+        pipeline = Pipeline(m)
+        register = pipeline.register
 
         # Both as integers of 2^-24. A subnormal has exponent 1.
         parts = []
@@ -51,18 +53,10 @@ class Residual(wiring.Component):
         (x, x_shift), (scale, scale_shift) = parts
         magnitude = Mux(self.q < 0, -self.q, self.q)[:8]
 
-        def placed(value, shift, name):
-            """*value* shifted left by *shift*, two cycles later."""
-            for steps in ((4, 3), (2, 1, 0)):
-                for k in steps:
-                    shifted = Signal(min(FIXED_BITS, len(value) + (1 << k)), name=f"{name}_shifted_{k}")
-                    m.d.comb += shifted.eq(Mux(shift[k], value << (1 << k), value))
-                    value = shifted
-                value, shift = register(value, name), register(shift, "shift")
-            return value
-
-        number = placed(register(x, "x"), register(x_shift, "x_shift"), "x")
-        product = placed(register(scale * magnitude, "product"), register(scale_shift, "scale_shift"), "product")
+        x, product = register(x, "x"), register(scale * magnitude, "product")
+        x_shift, scale_shift = register(x_shift, "x_shift"), register(scale_shift, "scale_shift")
+        number = shift_up(m, pipeline, x, x_shift, width=FIXED_BITS, name="x")
+        product = shift_up(m, pipeline, product, scale_shift, width=FIXED_BITS, name="product")
 
         # Their difference: sign and magnitude.
         negative = register(self.q < 0, "negative", cycles=3)

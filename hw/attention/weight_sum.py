@@ -4,6 +4,7 @@ from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import memory, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.attention.floating import shift_up
 from kvant.hw.attention.layouts import index_range
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.linear.activation_buffer import quantized_output
@@ -78,12 +79,7 @@ class WeightSum(wiring.Component):
         mantissa = register(Cat(scale[:10], normal, Const(0, 1)), "mantissa").as_signed()
         shift = register(Mux(normal, scale[10:15] - 1, 0)[:5], "shift", cycles=2)
         product = register(sum_ * mantissa, "product")
-        for steps in ((4, 3), (2, 1, 0)):
-            for k in steps:
-                shifted = Signal(signed(min(p.denominator_width, len(product) + (1 << k))), name=f"shifted_{k}")
-                m.d.comb += shifted.eq(Mux(shift[k], product << (1 << k), product))
-                product = shifted
-            product, shift = register(product, "product"), register(shift, "shift")
+        product = shift_up(m, pipeline, product, shift, width=p.denominator_width, name="product")
 
         # Into the sum of its query. LUT memory: read, added and written in one cycle.
         m.submodules.totals = totals = memory.Memory(shape=p.denominator_width, depth=max(2, p.queries), init=[])
