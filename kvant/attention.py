@@ -1,6 +1,7 @@
 """Attention over caches as a block of the product: generated, simulated with a user's tensors, compared."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from kvant.config import Config
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.pq.parameters import PqParameters
-from kvant.simulated import compare
+from kvant.simulated import SimulatedBlock, compare, shape_arrays
 
 BENCH_TOKENS = 3
 """Tokens of a generated bench behind its windows, which stay in the open one."""
 
 
-class AttentionBlock:
+class AttentionBlock(SimulatedBlock):
     """Queries over caches of keys and values; see `kvant.hw.attention.engine.AttentionEngine`."""
 
     summary = "attention of queries over caches of M-ANT groups or INT8 rows, fp16 queries to fp32 outputs"
@@ -111,62 +112,59 @@ class AttentionBlock:
             status={"nonfinite": 0, "error": 0, "busy": 0},
         )
 
-    def simulate(
-        self,
-        arrays: dict[str, np.ndarray],
-        *,
-        path: Path | None = None,
-        overrides: Iterable[str] = (),
-        simulator: str = "verilator",
-        stall: float = 0.0,
-        seed: int = 0,
-        waves: Path | None = None,
-        check: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Cache keys and values of *arrays* in the simulated RTL, all of them prefill, and attend to them.
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> "AttentionRun":
+        """*arrays*: ``q`` f16 [Hq, d] or [Tq, Hq, d], ``k`` and ``v`` f16 [Hkv, T, d], ``format_k`` and ``format_v``,
+        one of `kvant.attention_arrays.FORMATS`; optional those of `TABLE_ARRAYS` and `NUMBER_ARRAYS` there.
 
-        Parameters
-        ----------
-        arrays : dict
-            ``q`` f16 [Hq, d] or [Tq, Hq, d], ``k`` and ``v`` f16 [Hkv, T, d], ``format_k`` and ``format_v``, one of
-            `kvant.attention_arrays.FORMATS`; optional those of `TABLE_ARRAYS` and `NUMBER_ARRAYS` there. Given ones
-            replace the configuration's. Query i of Tq sees the keys 0 .. T - Tq + i; query head h uses KV head
-            ``h * Hkv // Hq``. With a mean, keys are centred. Codebooks that are not given are trained on the keys, or
-            values, themselves.
-        path, overrides
-            Configuration, see `kvant.config.load`.
-        simulator, stall, seed, waves
-            See `kvant.sim.simulate.simulate`; waves are those of the engine.
-        check : bool
-            Compare caches and outputs with the golden model.
-
-        Returns
-        -------
-        dict
-            ``out`` f32, of the shape of ``q``; ``k_used``, ``v_used`` f32 [Hkv, T, d], the caches as the engine reads
-            them; ``q_used`` f32, the queries as its port quantises them; 0-d i64: ``cycles`` and ``busy_cycles`` of
-            the engine, over all heads; ``group``, ``rows``, ``cols``, ``lanes``; ``nonfinite``, ``error`` of caches and
-            engine.
+        All tokens are prefill. Query i of Tq sees the keys 0 .. T - Tq + i; query head h uses KV head
+        ``h * Hkv // Hq``. With a mean, keys are centred. Codebooks that are not given are trained on the keys, or
+        values, themselves.
 
         Raises
         ------
         InputError
             For an illegal array, or more tokens than the caches hold.
-        ComparisonError
-            If a cache or an output differs from the golden model.
         """
-        case = check_case(arrays, path, overrides)
-        options = {"simulator": simulator, "stall": stall, "seed": seed}
-        if case.formats[0] == "pq":
-            result = attention_pq.attend(case, path=path, overrides=overrides, waves=waves, check=check, **options)
-        else:
-            result = _attend(case, options, waves=waves, check=check)
-        for name in ("out", "q_used"):
-            result[name] = case.in_order(result[name]).reshape(arrays["q"].shape)
-        return result
+        return AttentionRun(check_case(arrays, path, overrides), arrays["q"].shape, path, tuple(overrides))
 
 
 BLOCK = AttentionBlock()
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """Keys and values through the simulated caches, then the queries over them; see `kvant.simulated.Case`.
+
+    Parameters
+    ----------
+    case : Case
+    shape : tuple of int
+        Of the queries as they were given.
+    path, overrides
+        The configuration of *case*.
+    """
+
+    case: Case
+    shape: tuple[int, ...]
+    path: Path | None
+    overrides: tuple[str, ...]
+
+    def outputs(self, *, check: bool, waves: Path | None, **options: Any) -> dict[str, np.ndarray]:
+        """``out`` f32, of the shape of ``q``; ``k_used``, ``v_used`` f32 [Hkv, T, d], the caches as the engine reads
+        them; ``q_used`` f32, the queries as its port quantises them; 0-d i64: ``cycles`` and ``busy_cycles`` of the
+        engine, over all heads; ``group``, ``rows``, ``cols``, ``lanes``; ``nonfinite``, ``error`` of caches and engine.
+
+        Waves are those of the engine.
+        """
+        case = self.case
+        if case.formats[0] == "pq":
+            configuration = {"path": self.path, "overrides": self.overrides}
+            result = attention_pq.attend(case, **configuration, waves=waves, check=check, **options)
+        else:
+            result = _attend(case, options, waves=waves, check=check)
+        for name in ("out", "q_used"):
+            result[name] = case.in_order(result[name]).reshape(self.shape)
+        return result
 
 
 def golden_caches(
@@ -259,8 +257,7 @@ def _attend(case: Case, options: dict[str, Any], *, waves: Path | None, check: b
     if check:
         compare(_golden(case, queries, ends), result)
     del result["empty"]
-    shape = {"group": p.group, "rows": p.rows, "cols": p.cols, "lanes": p.rows * p.cols}
-    return result | {name: np.array(value, np.int64) for name, value in shape.items()}
+    return result | shape_arrays(p.group, p.cols, p.rows)
 
 
 def _golden(case: Case, queries: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
@@ -299,7 +296,7 @@ def _used_queries(queries: np.ndarray, group: int) -> np.ndarray:
 
 def _simulated_caches(case: Case, options: dict[str, Any]):
     """What the caches of all heads hold after the simulated RTL, `Contents` by head, and the runs' flags."""
-    from kvant.kcache import _key_tables
+    from kvant.kcache import key_tables
     from kvant.sim.attention import caches
     from kvant.sim.attention.contents import Contents
     from kvant.vcache import case as value_arrays
@@ -309,7 +306,7 @@ def _simulated_caches(case: Case, options: dict[str, Any]):
     means = case.arrays.get("mean")
     if case.formats[0] == "mant":
         tables = {
-            head: _key_tables(cache, table, None if means is None else means[head])
+            head: key_tables(cache, table, None if means is None else means[head])
             for head, table in enumerate(case.tables[0])
         }
         keys = caches.mant_keys(cache, case.k, tables, **options)

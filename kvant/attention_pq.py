@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvant import cache_arrays
 from kvant.attention_arrays import Case
 from kvant.errors import InputError
 from kvant.pq import BLOCK as PQ
+from kvant.simulated import shape_arrays
 
 _NAMES = ("mean", "codebook_k", "codebook_k_scale", "codebook_v", "codebook_v_scale")
 
@@ -75,7 +75,7 @@ def attend(
         {"out": out, "q_used": (groups.q * groups.scale.float()[..., None]).numpy()}
         | {name: np.stack(values) for name, values in used.items()}
         | {name: np.array(value, np.int64) for name, value in totals.items()}
-        | cache_arrays.shape_arrays(p.group, p.lanes)
+        | shape_arrays(p.group, p.lanes)
     )
 
 

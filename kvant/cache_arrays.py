@@ -90,12 +90,6 @@ def bench_table(chosen: Config) -> Table:
     return Table(tuple(coefficients), tuple(thresholds))
 
 
-def shape_arrays(group: int, lanes: int) -> dict[str, np.ndarray]:
-    """0-d i64 ``group``, ``rows``, ``cols`` and ``lanes`` of a block whose lanes stand side by side."""
-    shape = {"group": group, "rows": 1, "cols": lanes, "lanes": lanes}
-    return {name: np.array(value, np.int64) for name, value in shape.items()}
-
-
 def check_finite(arrays: Mapping[str, np.ndarray], name: str, *, least: float | None = None) -> None:
     """Refuse an optional fp16 vector with an element that is not finite, or below *least*."""
     if name not in arrays:

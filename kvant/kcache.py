@@ -13,7 +13,7 @@ from kvant.cache_arrays import NUMBER_ARRAYS, TABLE_ARRAYS, Table
 from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import CacheParameters
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import ArraySpec, check_arrays
 
 ARRAYS = [
@@ -104,7 +104,7 @@ class KeyCacheBlock(SimulatedBlock):
             status={"nonfinite": 0, "error": 0, "busy": 0},
         )
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: see `ARRAYS`. With a mean the cache is built to take it out.
 
         Raises
@@ -121,21 +121,21 @@ class KeyCacheBlock(SimulatedBlock):
         cache_arrays.check_cache(chosen)
         cache_arrays.check_finite(arrays, "mean")
         p = chosen.cache
-        tables = _key_tables(p, cache_arrays.choice_table(arrays, chosen), arrays.get("mean"))
+        tables = key_tables(p, cache_arrays.choice_table(arrays, chosen), arrays.get("mean"))
         capacity = p.windows * p.group
         if lengths["T"] > capacity:
             raise InputError(f"array k: {lengths['T']} tokens; legal is 1 to capacity = {capacity}")
-        return Case(
+        return Run(
             run=partial(spatial.run, p, arrays["k"], tables),
             golden=partial(golden_outputs, p, arrays["k"], tables),
-            extra=cache_arrays.shape_arrays(p.group, p.lanes),
+            extra=shape_arrays(p.group, p.lanes),
         )
 
 
 BLOCK = KeyCacheBlock()
 
 
-def _key_tables(p: CacheParameters, table: Table, mean: np.ndarray | None):
+def key_tables(p: CacheParameters, table: Table, mean: np.ndarray | None):
     """Tables of a head; where the cache is centred and there is no mean, it is 0."""
     from kvant.sim.kvcache.spatial import KeyTables
 
@@ -148,7 +148,7 @@ def _bench_table(chosen: Config, head: int, seed: int):
     """The configuration's table, with thresholds spread evenly where it has none, and a random mean."""
     rng = np.random.default_rng((seed, head))
     mean = rng.standard_normal(chosen.cache.head_dim).astype(np.float16)
-    return _key_tables(chosen.cache, cache_arrays.bench_table(chosen), mean if chosen.cache.centred else None)
+    return key_tables(chosen.cache, cache_arrays.bench_table(chosen), mean if chosen.cache.centred else None)
 
 
 def random_keys(heads: int, tokens: int, head_dim: int, *, seed: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from kvant.errors import InputError
 from kvant.fpga.linear_top import HELD
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.numeric.codes import INT8
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class LinearBlock(SimulatedBlock):
             status={"nonfinite": 0, "error": 0},
         )
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: see `ARRAYS`; ``w`` is quantised by least weight error with the configuration's table. The weights
         as used are among the results.
         """
@@ -119,10 +119,10 @@ class LinearBlock(SimulatedBlock):
         check_arrays(arrays, ARRAYS, group=p.group)
         weights = quantised_weights(arrays, chosen)
         tensors = {"x": arrays["x"], **weights}
-        return Case(
+        return Run(
             run=partial(engine.run, p, tensors),
             golden=partial(golden_outputs, p, tensors),
-            extra=weights | {name: np.array(getattr(p, name), np.int64) for name in ("group", "rows", "cols", "lanes")},
+            extra=weights | shape_arrays(p.group, p.cols, p.rows),
         )
 
 

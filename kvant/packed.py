@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
     from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
+    from kvant.golden.models.checkpoint import Checkpoint
     from kvant.golden.pq.calibration import ModelCodebooks
 
 FORMAT = "kvant-mant-weights"
@@ -298,6 +299,24 @@ def load(path: Path) -> PackedModel:
     if planes:
         raise InputError(f"{path}: {min(planes)} belongs to no weight of the file")
     return PackedModel(tensors, header["configuration"], header["source"], cache, codebooks)
+
+
+def load_for(model: "Checkpoint", path: Path | None, option: str) -> PackedModel | None:
+    """The file that a command line names for a model; None without a path.
+
+    Raises
+    ------
+    InputError
+        Naming *option*: a file that cannot be read, or that was made from another model.
+    """
+    if path is None:
+        return None
+    found = load(path)
+    try:
+        found.check_source(model)
+    except InputError as error:
+        raise InputError(f"{option} {path}: {error}") from None
+    return found
 
 
 def _header(path: Path, metadata: dict[str, str] | None) -> dict:

@@ -13,7 +13,7 @@ from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.parameters import ParameterError
 from kvant.hw.pq.parameters import PqParameters
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 ARRAYS = [
@@ -133,7 +133,7 @@ class PqBlock(SimulatedBlock):
             status={"nonfinite": 0, "error": 0, "full": 0, "busy": 0},
         )
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: see `ARRAYS`; codebooks replace the configuration's `subspace` and `nbits`. Codebooks that are not
         given are trained on the keys, or values, themselves; those used are among the results. With a mean, keys are
         centred. Without values there are scores alone. A `mode` "decode" answers the queries from decoded rows; then
@@ -163,10 +163,10 @@ class PqBlock(SimulatedBlock):
         stores = ("k",) if v is None else ("k", "v")
         books = {f"codebook_{name}": tables.entries[store] for store, name in enumerate(stores)}
         books |= {f"codebook_{name}_scale": tables.scales[store].reshape(1) for store, name in enumerate(stores)}
-        return Case(
+        return Run(
             run=partial(sim.run, p, k, v, q, tables, mode=mode),
             golden=partial(golden_outputs, p, k, v, q, tables, mode=mode),
-            extra=books | cache_arrays.shape_arrays(p.group, p.lanes),
+            extra=books | shape_arrays(p.group, p.lanes),
         )
 
 

@@ -4,15 +4,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvant.errors import ComparisonError
 
 
+class Case(Protocol):
+    """Checked tensors on a built configuration."""
+
+    def outputs(self, *, check: bool, **options: Any) -> dict[str, np.ndarray]:
+        """See `SimulatedBlock.simulate`; *options* are its `simulator`, `stall`, `seed` and `waves`."""
+
+
 @dataclass(frozen=True)
-class Case:
-    """Checked tensors on a built configuration.
+class Run:
+    """A case of one run.
 
     Parameters
     ----------
@@ -27,6 +35,13 @@ class Case:
     run: Callable[..., dict[str, np.ndarray]]
     golden: Callable[[], Mapping[str, np.ndarray]]
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def outputs(self, *, check: bool, **options: Any) -> dict[str, np.ndarray]:
+        """Outputs of the RTL and what is known without it."""
+        result = self.run(**options)
+        if check:
+            compare(self.golden(), result)
+        return {**result, **self.extra}
 
 
 class SimulatedBlock(ABC):
@@ -81,10 +96,13 @@ class SimulatedBlock(ABC):
             If an output differs from the golden model.
         """
         case = self.case(arrays, path=path, overrides=overrides)
-        result = case.run(simulator=simulator, stall=stall, seed=seed, waves=waves)
-        if check:
-            compare(case.golden(), result)
-        return {**result, **case.extra}
+        return case.outputs(check=check, simulator=simulator, stall=stall, seed=seed, waves=waves)
+
+
+def shape_arrays(group: int, cols: int, rows: int = 1) -> dict[str, np.ndarray]:
+    """0-d i64 ``group``, ``rows``, ``cols`` and ``lanes`` of a block; one row where the lanes stand side by side."""
+    shape = {"group": group, "rows": rows, "cols": cols, "lanes": rows * cols}
+    return {name: np.array(value, np.int64) for name, value in shape.items()}
 
 
 def compare(golden: Mapping[str, np.ndarray], result: Mapping[str, np.ndarray]) -> int:

@@ -15,7 +15,7 @@ from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.linear import ARRAYS, LinearBlock, golden_outputs, quantised_weights
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import check_arrays, scalar
 
 
@@ -101,7 +101,7 @@ class TopBlock(SimulatedBlock):
         """Refused: the generated bench plays streams, and the top is driven over its buses."""
         raise InputError("--bench: legal for blocks with streams alone; `kvant simulate top` runs the top")
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: as of `kvant.linear.LinearBlock`. Weights and activations lie in memory; descriptors run them."""
         group = scalar(arrays, "group")
         chosen = config.load(path, overrides, arrays={} if group is None else {"group": group})
@@ -109,11 +109,10 @@ class TopBlock(SimulatedBlock):
         check_arrays(arrays, ARRAYS, group=linear.group)
         weights = quantised_weights(arrays, chosen)
         tensors = {"x": arrays["x"], **weights}
-        return Case(
+        return Run(
             run=partial(_run, top_parameters(chosen), tensors),
             golden=lambda: {"y": golden_outputs(linear, tensors)["y"]},
-            extra=weights
-            | {name: np.array(getattr(linear, name), np.int64) for name in ("group", "rows", "cols", "lanes")},
+            extra=weights | shape_arrays(linear.group, linear.cols, linear.rows),
         )
 
 

@@ -10,10 +10,9 @@ from amaranth.hdl import Shape
 
 from kvant import config
 from kvant.blocks import Vectors
-from kvant.cache_arrays import shape_arrays
 from kvant.config import Config
 from kvant.errors import InputError
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 ARRAYS = [ArraySpec("q", "int8", ("B", "n"), required=True), ArraySpec("group", "integer")]
@@ -68,7 +67,7 @@ class VarianceBlock(SimulatedBlock):
             status={"error": 0},
         )
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: see `ARRAYS`. `lanes` and `adder` of the configuration are read; a group is as long as a row."""
         from kvant.golden.kvcache.variance import LARGEST_GROUP
         from kvant.sim.kvcache import variance
@@ -87,7 +86,7 @@ class VarianceBlock(SimulatedBlock):
             fields = golden_fields(q)
             return {name: np.array(fields[name], np.int64) for name in variance.OUTPUTS}
 
-        return Case(
+        return Run(
             run=partial(variance.run, q, lanes=lanes, adder=chosen.cache.adder),
             golden=golden,
             extra=shape_arrays(n, lanes),

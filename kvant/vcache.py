@@ -13,7 +13,7 @@ from kvant.cache_arrays import NUMBER_ARRAYS, TABLE_ARRAYS, Table
 from kvant.config import Config
 from kvant.errors import InputError
 from kvant.hw.kvcache.parameters import CacheParameters
-from kvant.simulated import Case, SimulatedBlock
+from kvant.simulated import Run, SimulatedBlock, shape_arrays
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
 OPTION_ARRAYS = [ArraySpec("offset", "integer"), ArraySpec("shared_coeff", "integer")]
@@ -124,7 +124,7 @@ class ValueCacheBlock(SimulatedBlock):
             },
         )
 
-    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Case:
+    def case(self, arrays: Mapping[str, np.ndarray], *, path: Path | None, overrides: Iterable[str]) -> Run:
         """*arrays*: see `ARRAYS`. With a mean the cache is built to take it out.
 
         Raises
@@ -153,10 +153,10 @@ class ValueCacheBlock(SimulatedBlock):
             )
         table = cache_arrays.choice_table(arrays, chosen)
         tensors = case(p, arrays["v"], arrays["calls"], table, floor=arrays.get("floor"), mean=arrays.get("mean"))
-        return Case(
+        return Run(
             run=partial(sim.run, p, tensors),
             golden=partial(golden_outputs, p, tensors),
-            extra=cache_arrays.shape_arrays(p.group, p.lanes),
+            extra=shape_arrays(p.group, p.lanes),
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from kvant.golden.errors import TensorError
 from kvant.golden.formats import baselines
@@ -40,6 +41,21 @@ class CacheSettings:
     tables: CacheTables | None = None
     recent: int = 64
     codebooks: ModelCodebooks | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tables: CacheTables | None,
+        codebooks: ModelCodebooks | None,
+        *,
+        group: int | None = None,
+        sinks: int | None = None,
+        **options,
+    ) -> Self:
+        """Settings whose *group* and *sinks*, where not given, are those of the tables or codebooks."""
+        group = group or (tables.group if tables else cls.group)
+        sinks = sinks if sinks is not None else getattr(tables or codebooks, "sinks", cls.sinks)
+        return cls(group=group, sinks=sinks, tables=tables, codebooks=codebooks, **options)
 
     def calibrated(self) -> CacheTables:
         """The tables.

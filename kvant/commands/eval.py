@@ -119,6 +119,7 @@ def evaluate(
 
     With -o, an interrupted run continues where it stopped when started again with the same options.
     """
+    from kvant import packed
     from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheSettings
     from kvant.golden.models.checkpoint import open_model
 
@@ -133,26 +134,18 @@ def evaluate(
     if (text is None) == (token_windows is None):
         raise InputError("--text, --token-windows: legal is one of them")
     checkpoint = open_model(model)
-    found = _packed(tables, checkpoint, "--tables")
-    cache = None if found is None else found.cache
-    codebooks = None if found is None else found.codebooks
+    found = packed.load_for(checkpoint, tables, "--tables")
+    cache, codebooks = (None, None) if found is None else (found.cache, found.codebooks)
     if found is not None and cache is None and codebooks is None:
         raise InputError(f"--tables {tables}: holds no tables of caches; `kvant quantize --calibrate TEXT` fits them")
-    settings = CacheSettings(
-        group=group or (cache.group if cache else CacheSettings.group),
-        sinks=sinks if sinks is not None else getattr(cache or codebooks, "sinks", CacheSettings.sinks),
-        prefill=prefill or None,
-        tables=cache,
-        recent=recent,
-        codebooks=codebooks,
-    )
+    settings = CacheSettings.of(cache, codebooks, group=group, sinks=sinks, prefill=prefill or None, recent=recent)
     names = _format_names(formats, settings)
     length = window or min(WINDOW, checkpoint.config.context)
     pieces = _windows(checkpoint, text, token_windows, length, stride, bos)[:windows]
     longest = max(len(piece.tokens) for piece in pieces)
     if longest > checkpoint.config.context:
         raise InputError(f"window of {longest} tokens: legal is up to {checkpoint.config.context}, the model's context")
-    quantised = _packed(weights, checkpoint, "--weights")
+    quantised = packed.load_for(checkpoint, weights, "--weights")
     begin = "no BOS, first token of a window not predicted" if bos is None else f"BOS {bos}"
     typer.echo(
         f"protocol: {len(pieces)} windows of up to {longest} tokens, stride {stride or 'a window'}, {begin}, "
@@ -179,19 +172,6 @@ def _check_output(output: Path | None) -> None:
     if output.suffix not in _WRITERS:
         raise InputError(f"-o {output}: suffix {output.suffix!r}; legal is one of {', '.join(_WRITERS)}")
     check_target(output)
-
-
-def _packed(path: Path | None, checkpoint: "Checkpoint", option: str) -> "packed.PackedModel | None":
-    from kvant import packed
-
-    if path is None:
-        return None
-    found = packed.load(path)
-    try:
-        found.check_source(checkpoint)
-    except InputError as error:
-        raise InputError(f"{option} {path}: {error}") from None
-    return found
 
 
 def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:

@@ -69,7 +69,8 @@ def run(
     threads: Annotated[int, typer.Option(help="Threads of the compiled model.")] = 1,
 ) -> None:
     """Decode greedily from a prompt: every linear layer in the compiled RTL, attention in the golden model."""
-    from kvant import config
+    from kvant import config, packed
+    from kvant.golden.kvcache.formats import CacheSettings
     from kvant.golden.models.checkpoint import open_model
     from kvant.golden.models.tokenizer import load_tokenizer
     from kvant.tensors import check_target
@@ -82,9 +83,17 @@ def run(
         check_target(trace)
     checkpoint = open_model(model)
     prompt_tokens = encode_prompt(checkpoint, prompt, raw, tokens)
-    settings = cache_settings(checkpoint, chosen, tables, recent, len(prompt_tokens))
+    found = packed.load_for(checkpoint, tables, "--tables")
+    cache_tables, codebooks = (None, None) if found is None else (found.cache, found.codebooks)
+    settings = CacheSettings.of(
+        cache_tables,
+        codebooks,
+        group=None if cache_tables else chosen.linear.group,
+        prefill=len(prompt_tokens),  # the first call
+        recent=recent,
+    )
     attention = attention_strategy(cache, settings)
-    given = _load_packed(weights, checkpoint, "--weights")
+    given = packed.load_for(checkpoint, weights, "--weights")
     with _progress() as report:
         quantised = model_weights(checkpoint, chosen, given, report)
         decoder = rtl_decoder(
@@ -130,37 +139,6 @@ def encode_prompt(checkpoint: "Checkpoint", prompt: str, raw: bool, count: int) 
             f"legal is up to {max(context - len(numbers), 0)}"
         )
     return numbers
-
-
-def _load_packed(path: Path | None, checkpoint: "Checkpoint", option: str) -> "packed.PackedModel | None":
-    from kvant import packed
-
-    if path is None:
-        return None
-    found = packed.load(path)
-    try:
-        found.check_source(checkpoint)
-    except InputError as error:
-        raise InputError(f"{option} {path}: {error}") from None
-    return found
-
-
-def cache_settings(
-    checkpoint: "Checkpoint", chosen: "Config", tables: Path | None, recent: int, prefill: int
-) -> "CacheSettings":
-    """What the cache's format is made from; the prompt is the first call."""
-    from kvant.golden.kvcache.formats import CacheSettings
-
-    found = _load_packed(tables, checkpoint, "--tables")
-    cache, codebooks = (None, None) if found is None else (found.cache, found.codebooks)
-    return CacheSettings(
-        group=cache.group if cache else chosen.linear.group,
-        sinks=getattr(cache or codebooks, "sinks", CacheSettings.sinks),
-        prefill=prefill,
-        tables=cache,
-        recent=recent,
-        codebooks=codebooks,
-    )
 
 
 def attention_strategy(name: str, settings: "CacheSettings"):
