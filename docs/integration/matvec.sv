@@ -7,6 +7,7 @@
 module matvec #(
     parameter IMAGE = "image.hex",         // contents of the memory, a word of 128 bits a line
     parameter WORDS = 4096,                // words of the memory, a power of two
+    parameter X_LANES = 4,                 // activations in a transfer of s_axis_x, see the register PORTS
     parameter [31:0] DESCRIPTORS = 2       // descriptors in the ring, from address 0 on
 ) (
     input  wire clk,
@@ -101,7 +102,7 @@ module matvec #(
       // The streams are for jobs with the flags X_STREAM and Y_STREAM, of which there are none here.
       .s_axis_x_tvalid(1'b0),
       .s_axis_x_tready(),
-      .s_axis_x_tdata('0),
+      .s_axis_x_tdata({X_LANES{16'd0}}),
       .m_axis_y_tvalid(),
       .m_axis_y_tready(1'b1),
       .m_axis_y_tdata(),
