@@ -8,7 +8,7 @@ the rest of the open window as it was staged, the first tokens as sinks. `Cached
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -98,6 +98,15 @@ class Store(ABC):
     @abstractmethod
     def footprint(self, head_dim: int) -> Footprint:
         """Bits of a cache of vectors of *head_dim* elements."""
+
+    def latest(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Rows f32 [H, T, d] as the query of the last token meets them."""
+        view, full = self.view(layer, x), x.shape[-2] // self.window * self.window
+        return torch.cat((view.finished[..., :full, :], view.fresh[..., full:, :]), dim=-2)
+
+    def begun(self, prefill: int) -> "Store":
+        """The store of a sequence whose first call has *prefill* tokens."""
+        return self
 
 
 def to_port(x: torch.Tensor) -> torch.Tensor:
@@ -217,6 +226,9 @@ class MantTime(_Calibrated):
             shared_coefficient=self.shared_coefficient,
         )
         return rows, cache
+
+    def begun(self, prefill: int) -> "MantTime":
+        return replace(self, prefill=prefill)
 
     def view(self, layer: int, x: torch.Tensor) -> View:
         rows, cache = self.fill(layer, x)

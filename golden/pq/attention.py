@@ -101,6 +101,12 @@ class Pq(Store):
         coded = pq_cache(x, self.codebooks[layer], group=self.group, mean=mean, sinks=self.sinks).dequantize()
         return View(coded, int8_rows(*fresh_rows(x, self.group, mean), self.group))
 
+    def latest(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """As `Store.latest`, behind the inverse of the map: what queries and outputs without a map need."""
+        view, history = self.view(layer, x), max(x.shape[-2] - self.recent, 0)
+        rows = torch.cat((view.finished[..., :history, :], view.fresh[..., history:, :]), dim=-2)
+        return rows if self.transform is None else apply(self._inverse[layer], rows)
+
     def hold(self, layer: int, x: torch.Tensor) -> Held:
         """The rows f32 [H, T, d] of *layer*, each coded and as INT8."""
         x, mean = self._enter(layer, x), None if self.mean is None else self.mean[layer]
