@@ -1,117 +1,181 @@
 """Attention of a decoder in the compiled RTL: bit for bit the golden engines, call by call."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
-import torch
+from engine_caches import (
+    DECODE_TOKENS,
+    GROUPED,
+    HEADS,
+    LAYERS,
+    engine_parameters,
+    hold_against,
+    mant_stores,
+    pq_parameters,
+    pq_stores,
+    vectors,
+)
 
-from kvant.golden.kvcache.attention import Int8Head, MantHead, MantTime
-from kvant.golden.kvcache.choice import Tables
-from kvant.golden.models.engines import EngineAttention
-from kvant.hw.attention.parameters import AttentionParameters
-from kvant.hw.kvcache.parameters import CacheParameters
+from kvant.golden.attention.engine import attend, float64_attention
+from kvant.golden.errors import TensorError
+from kvant.golden.kvcache.growing import growing_cache
+from kvant.golden.kvcache.int8 import int8_cache
+from kvant.golden.models.engines import EngineAttention, PqEngineAttention
+from kvant.sim.attention.contents import Contents
 from kvant.sim.compiled import caches
 from kvant.sim.compiled.attention import CompiledAttention
+from kvant.sim.compiled.pq import CompiledPq, CompiledPqAttention
 from kvant.sim.errors import SimulationError
 
-LAYERS, HEADS, GROUPED = 2, 2, 3
-TABLES = (Tables.of([5, 20, 60, 120], [3000, 8000, 12000]), Tables.of([0, 40, 255], [5000, 9000]))
-SMALL = {"rows": 2, "cols": 2, "lanes": 4, "queries": 6, "capacity": 96, "port_bits": 64}
+
+def engines(kind: str = "mant/mant", shape: dict | None = None, planes: int = 2, **options):
+    """The RTL and its golden model."""
+    shape = shape or {}
+    stores = mant_stores(kind, **shape)
+    p, cache = engine_parameters(**shape, weight_planes=planes)
+    rtl = CompiledAttention(*stores, layers=LAYERS, p=p, cache=cache, **options)
+    return closing(rtl), EngineAttention(*stores, planes=planes)
 
 
-def vectors(rng, *shape) -> torch.Tensor:
-    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32) * 2)
+def pq_blocks(stores=None, shape: dict | None = None, **options):
+    """The RTL and its golden model."""
+    stores, p = stores or pq_stores(), pq_parameters(**shape or {})
+    rtl = CompiledPqAttention(*stores, layers=LAYERS, p=p, **options)
+    return closing(rtl), PqEngineAttention(*stores, batch=p.batch_tokens, decode_tokens=p.decode_tokens)
 
 
-def stores(kind: str, group: int, head_dim: int, sinks: int):
-    """Stores of keys and values of a kind each."""
-    rng = np.random.default_rng(7)
-    mean, floor = (vectors(rng, LAYERS, HEADS, head_dim).half() for _ in range(2))
-    mant = MantHead(group, TABLES, mean, sinks), MantTime(group, TABLES, None, floor.abs(), sinks)
-    kinds = kind.split("/")
-    return tuple(one if name == "mant" else Int8Head(group) for name, one in zip(kinds, mant, strict=True))
+@pytest.mark.parametrize("calls", [(5, 1, 9, 1, 1, 16, 1), (1, 1, 1), (37, 1, 10, 1)])
+def test_windows_close_within_calls_at_their_end_and_by_single_tokens(calls):
+    closed, golden = engines()
+    with closed as rtl:
+        hold_against(rtl, golden, calls)
 
 
-def backends(kind: str, group: int, head_dim: int, sinks: int, **options):
-    pair = stores(kind, group, head_dim, sinks)
-    planes = options.pop("planes", 2)
-    shape = {"group": group, "head_dim": head_dim, "sinks": sinks}
-    p = AttentionParameters(**SMALL, **shape, weight_planes=planes)
-    cache = CacheParameters(**shape, heads=HEADS, lanes=4, capacity=96)
-    rtl = CompiledAttention(*pair, layers=LAYERS, p=p, cache=cache, **options)
-    return rtl, EngineAttention(*pair, planes=planes)
+@pytest.mark.parametrize("kind", ["int8/int8", "int8/mant", "mant/int8"])
+def test_int8_rows_of_either_side_equal_the_golden_engine(kind):
+    closed, golden = engines(kind)
+    with closed as rtl:
+        hold_against(rtl, golden, (5, 1, 12, 1))
 
 
-def decode(rtl, golden, head_dim: int, calls, seed: int = 0) -> None:
-    """Hold calls of so many tokens against each other."""
-    rng = np.random.default_rng(seed)
-    for number, count in enumerate(calls):
-        for layer in range(LAYERS):
-            q = vectors(rng, HEADS * GROUPED, count, head_dim)
-            k, v = (vectors(rng, HEADS, count, head_dim) for _ in range(2))
-            given, wanted = (each.attend(layer, q, k, v) for each in (rtl, golden))
-            assert torch.equal(given.y.view(torch.int32), wanted.y.view(torch.int32)), (number, layer)
-            assert given.cycles > 0 and given.cache_bytes > 0
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "group", "head_dim", "sinks", "calls"),
+    ("shape", "calls"),
     [
-        ("mant/mant", 16, 16, 3, (5, 1, 9, 1, 1, 16, 1)),  # windows that close in a call, at its end, by one token
-        ("mant/mant", 16, 32, 0, (37, 1, 10, 1)),  # two groups a key, a prefill of several windows
-        ("mant/mant", 16, 8, 20, (3, 20, 1)),  # more sinks than a window, some behind the prefill
-        ("int8/int8", 16, 16, 0, (5, 1, 12, 1)),
-        ("int8/mant", 16, 16, 2, (17, 1)),
-        ("mant/int8", 16, 16, 2, (17, 1)),
+        ({"head_dim": 32, "sinks": 0}, (37, 1, 10, 1)),  # two groups a key
+        ({"head_dim": 16, "sinks": 20}, (3, 20, 1)),  # more sinks than a window, some behind the prefill
+        ({"head_dim": 64, "group": 64}, (70, 1, 1)),
     ],
 )
-def test_every_call_equals_the_golden_engine(kind, group, head_dim, sinks, calls):
-    rtl, golden = backends(kind, group, head_dim, sinks)
-    try:
-        decode(rtl, golden, head_dim, calls)
-    finally:
-        rtl.close()
+def test_other_shapes_equal_the_golden_engine(shape, calls):
+    closed, golden = engines(shape=shape)
+    with closed as rtl:
+        hold_against(rtl, golden, calls, head_dim=shape["head_dim"])
 
 
-def test_pauses_change_no_bit():
-    rtl, golden = backends("mant/mant", 16, 16, 3, stall=0.3, seed=4)
-    try:
-        decode(rtl, golden, 16, (5, 1, 12, 1), seed=2)
-    finally:
-        rtl.close()
+@pytest.mark.long
+def test_one_plane_of_weights_equals_the_golden_engine():
+    closed, golden = engines(planes=1)
+    with closed as rtl:
+        hold_against(rtl, golden, (20, 1))
+
+
+@pytest.mark.parametrize("stall", [0.3, 0.9])
+def test_pauses_change_no_bit(stall):
+    for closed, golden in (engines(stall=stall, seed=4), pq_blocks(stall=stall, seed=4)):
+        with closed as rtl:
+            hold_against(rtl, golden, (5, 1, 12, 1), seed=2)
+
+
+def test_product_quantised_histories_are_decoded_and_looked_up():
+    closed, golden = pq_blocks()
+    with closed as rtl:
+        hold_against(rtl, golden, (1, 9, 1, 1, 1, 12, 1, 1))
+        blocks = rtl._blocks
+        assert all(block._coded(block.tokens) > DECODE_TOKENS for block in blocks)
+
+
+def test_maps_around_product_quantised_caches_are_applied():
+    closed, golden = pq_blocks(pq_stores(maps=True))
+    with closed as rtl:
+        hold_against(rtl, golden, (9, 1, 12), seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nbits", [4, 6])
+def test_other_codes_equal_the_golden_model(nbits):
+    shape = {"head_dim": 16, "nbits": nbits, "batch": 4, "lanes": 4, "port_bits": 64}
+    closed, golden = pq_blocks(pq_stores(head_dim=16, nbits=nbits), shape)
+    with closed as rtl:
+        hold_against(rtl, golden, (30, 1, 1, 1), head_dim=16)
+
+
+@pytest.mark.long
+def test_a_context_of_4096_tokens_equals_the_golden_engine():
+    shape, tokens = {"head_dim": 64, "group": 64}, 4096
+    stores = mant_stores("mant/mant", **shape)
+    p, cache = engine_parameters(**shape, capacity=tokens, rows=8, cols=8)
+    rng = np.random.default_rng(11)
+    queries, keys, values = (vectors(rng, HEADS, count, 64).half() for count in (GROUPED, tokens, tokens))
+    rtl = CompiledAttention(*stores, layers=1, p=p, cache=cache)
+    with closing(rtl):
+        held = rtl._caches[0]
+        golden = [growing_cache(store, 0) for store in stores]
+        for one, other, x in zip(held, golden, (keys, values), strict=True):
+            one.append(x.numpy())
+            other.append(x)
+        contents = [Contents(tokens, *(one.contents(head) for one in held)) for head in range(HEADS)]
+        out, cycles, moved = rtl._engine.attend(contents, queries.numpy(), [tokens] * GROUPED)
+    wanted = attend(queries, golden[0].cache, golden[1].cache, planes=2).out.numpy()
+    assert out.tobytes() == wanted.tobytes()
+    assert cycles > moved / (p.port_bits // 8)
+    exact = float64_attention(queries, golden[0].cache, golden[1].cache).numpy()
+    assert np.abs(out - exact).max() < 2**-6 * np.abs(exact).max()
 
 
 def test_rows_of_several_int8_sequences_are_one_cache():
-    p = CacheParameters(group=16, head_dim=16, heads=HEADS, lanes=4)
-    held = caches.CompiledRows(p)
-    try:
-        x = np.random.default_rng(3).standard_normal((HEADS, 600, 16)).astype(np.float16)
+    _, p = engine_parameters()
+    with closing(caches.CompiledRows(p)) as held:
+        x = np.random.default_rng(3).standard_normal((HEADS, 600, p.head_dim)).astype(np.float16)
         for part in (x[:, :255], x[:, 255:300], x[:, 300:]):
             held.append(part)
         for head in range(HEADS):
-            rows = held.contents(head)
-            golden = caches_golden(x[head])
-            assert np.array_equal(rows.q, golden.q.numpy()) and np.array_equal(rows.scale, golden.scale.numpy())
-    finally:
-        held.close()
+            rows, golden = held.contents(head), int8_cache(x[head], group=p.group)
+            assert np.array_equal(rows.q, golden.q.numpy())
+            assert np.array_equal(rows.scale, golden.scale.numpy())
 
 
-def caches_golden(x: np.ndarray):
-    from kvant.golden.kvcache.int8 import int8_cache
-
-    return int8_cache(x, group=16)
-
-
-def test_a_lost_write_is_seen(monkeypatch):
-    """A fault: the trailer and scales of the newest block never reach the memory."""
-    rtl, golden = backends("mant/mant", 16, 16, 0)
+def test_a_write_that_never_reaches_the_memory_is_seen(monkeypatch):
     apply = caches.HostPages.apply
 
     def lossy(self, fields):
-        return apply(self, {name: buffer[:-4] for name, buffer in fields.items()})
+        return apply(self, {name: buffer[1:] for name, buffer in fields.items()})
 
     monkeypatch.setattr(caches.HostPages, "apply", lossy)
-    try:
-        with pytest.raises((AssertionError, SimulationError)):
-            decode(rtl, golden, 16, (5, 1))
-    finally:
-        rtl.close()
+    closed, golden = engines()
+    with closed as rtl, pytest.raises((AssertionError, SimulationError)):
+        hold_against(rtl, golden, (5, 1))
+
+
+def test_a_code_that_is_served_wrong_is_seen(monkeypatch):
+    append = CompiledPq.append
+
+    def wrong(self, k, v):
+        taken = append(self, k, v)
+        self._codes[0, 1, 0, 0] ^= 1
+        return taken
+
+    monkeypatch.setattr(CompiledPq, "append", wrong)
+    closed, golden = pq_blocks()
+    with closed as rtl, pytest.raises(AssertionError, match="call 0"):
+        hold_against(rtl, golden, (20,))
+
+
+def test_caches_that_no_engine_reads_are_refused():
+    keys, values = mant_stores("mant/mant")
+    for pair, match in [((values, values), "keys: MantTime"), ((keys, keys), "values: MantHead")]:
+        with pytest.raises(TensorError, match=match):
+            EngineAttention(*pair)
+    with pytest.raises(TensorError, match="keys: MantHead; legal is a product-quantised cache"):
+        PqEngineAttention(keys, values, batch=8)
