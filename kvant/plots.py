@@ -233,3 +233,39 @@ def runs(cycles: Sequence[int]) -> list[tuple[int, int]]:
     cycles = np.asarray(cycles)
     breaks = np.flatnonzero(np.diff(cycles) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(cycles, breaks) if len(part)]
+
+
+def context_figure(
+    path: Path, curves: Mapping[str, Mapping[int, tuple[float, float]]], *, port_bytes: int, queries: int
+):
+    """Draw cycles of a command of attention over the length of the context, beside what its bytes take at the port.
+
+    Parameters
+    ----------
+    path : Path
+        PNG to write.
+    curves : mapping
+        Of each format, by tokens, cycles and bytes of a command.
+    port_bytes : int
+        Bytes of a word of the port.
+    queries : int
+        Queries of a command.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = pyplot.figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, points in curves.items():
+            tokens = sorted(points)
+            (line,) = axes.plot(tokens, [points[t][0] for t in tokens], marker="o", label=f"{name}, cycles of the RTL")
+            bound = [points[t][1] / port_bytes for t in tokens]
+            axes.plot(tokens, bound, linestyle=":", color=line.get_color(), label=f"{name}, words of the port")
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel="cycles")
+        axes.set_title(f"A command of {queries} queries of one KV head", fontweight="bold", color=INK)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        pyplot.close(figure)

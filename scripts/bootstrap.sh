@@ -11,7 +11,7 @@ venv=.venv
 scope=${1:-all}
 case $scope in
     all) extras=sim,golden,llm,fpga,docs,dev ;;
-    demo) extras=sim,golden ;;
+    demo) extras=sim,golden,llm ;;
     *)
         echo "kvant: error: scope = '$scope': legal is one of all, demo" >&2
         exit 2

@@ -4,7 +4,29 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kvant.sim.errors import SimulationError
 from kvant.sim.streams import Trace
+
+
+def struct_word(layout, fields: Mapping[str, int]) -> int:
+    """The bits of a struct; members that are not among *fields* are 0.
+
+    Parameters
+    ----------
+    layout : amaranth.lib.data.StructLayout
+    fields : mapping of str to int
+        Unsigned.
+
+    Raises
+    ------
+    SimulationError
+        A value that does not fit its member.
+    """
+    places = dict(iter(layout))
+    for name, value in fields.items():
+        if not 0 <= value < 1 << places[name].width:
+            raise SimulationError(f"{name} = {value}: legal are {places[name].width} unsigned bits")
+    return sum(int(value) << places[name].offset for name, value in fields.items())
 
 
 def pack_words(lanes: np.ndarray, width: int) -> list[int]:

@@ -116,15 +116,41 @@ def stage_rows(v, prefill: int, *, group: int, mean=None, floor=None, sinks: int
     tokens, d = v.shape[-2:]
     if isinstance(prefill, bool) or not isinstance(prefill, int) or not 1 <= prefill <= tokens:
         raise TensorError(f"prefill = {prefill!r}: legal is an integer from 1 to the {tokens} rows")
-    mean = None if mean is None else channel_vector(mean, "mean", v)
-    x = centred(v, mean).to(torch.float64)
+    x = _centred(v, mean)
     largest = torch.zeros((*v.shape[:-2], d), dtype=torch.float64)
     if floor is not None:
         largest = largest + channel_vector(floor, "floor", v, least=0).to(torch.float64)[..., 0, :]
     if prefill > sinks:
         largest = torch.maximum(largest, x[..., sinks:prefill, :].abs().amax(-2))
-    scale = fp16(largest / INT8_MAX)
+    return _staged(v, x, fp16(largest / INT8_MAX), group=group, sinks=sinks)
 
+
+def stage_more(v, scale: torch.Tensor, *, group: int, mean=None, sinks: int = 0) -> Staging:
+    """The first phase of rows behind those that fixed the scale.
+
+    Parameters
+    ----------
+    v : f16 [..., n, d]
+    scale : f16 [..., d]
+        Of the rows before, see `stage_rows`.
+    group, mean
+        As in `temporal_cache`.
+    sinks : int
+        How many of these rows, the first ones, are still sinks of their sequence.
+    """
+    v = as_tensor(v, "v", (torch.float16,))
+    check_group(group), check_sinks(sinks)
+    return _staged(v, _centred(v, mean), scale, group=group, sinks=sinks)
+
+
+def _centred(v: torch.Tensor, mean) -> torch.Tensor:
+    """Rows in f64, the mean, if any, taken out."""
+    return centred(v, None if mean is None else channel_vector(mean, "mean", v)).to(torch.float64)
+
+
+def _staged(v: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, *, group: int, sinks: int) -> Staging:
+    """Rows *v* that are *x* where their mean is taken out, against a scale f16 [..., d]."""
+    tokens, d = v.shape[-2:]
     divisor = scale.to(torch.float64)[..., None, :]
     quotient = rne(x / torch.where(divisor == 0, 1.0, divisor))
     clamps = torch.where(divisor == 0, x != 0, quotient.abs() > INT8_MAX)

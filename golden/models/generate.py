@@ -68,6 +68,9 @@ class LinearLayers(ABC):
     def multiply(self, name: str, x: torch.Tensor) -> Product:
         """The product of activations f16 [T, K] with a weight."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to free
+        """Free what runs them."""
+
 
 class GoldenLinear(LinearLayers):
     """The golden model: the bits of the hardware, in PyTorch.
@@ -89,6 +92,23 @@ class GoldenLinear(LinearLayers):
         return Product(multiply(groups.q, groups.scale, weights))
 
 
+class Mixed(NamedTuple):
+    """Output of attention.
+
+    Attributes
+    ----------
+    y : f32 [Hq, n, d]
+    cycles : int
+        Clock cycles of the hardware, caching included; 0 where none ran.
+    cache_bytes : int
+        What it read and wrote of the cache: codes, rows, scales, coefficients, codebooks.
+    """
+
+    y: torch.Tensor
+    cycles: int = 0
+    cache_bytes: int = 0
+
+
 class AttentionBackend(ABC):
     """Attention with its cache, which grows by the tokens of every call."""
 
@@ -96,7 +116,7 @@ class AttentionBackend(ABC):
     """Where it runs, in words."""
 
     @abstractmethod
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Mixed:
         """Append keys and values of new tokens and attend to everything up to each of them.
 
         Parameters
@@ -104,11 +124,10 @@ class AttentionBackend(ABC):
         layer : int
         queries : f32 [Hq, n, d]
         keys, values : f32 [Hkv, n, d]
-
-        Returns
-        -------
-        f32 [Hq, n, d]
         """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to free
+        """Free what runs it."""
 
 
 class GoldenAttention(AttentionBackend):
@@ -127,14 +146,14 @@ class GoldenAttention(AttentionBackend):
         self._strategy = strategy
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Mixed:
         if layer in self._rows:
             keys, values = (torch.cat(pair, 1) for pair in zip(self._rows[layer], (keys, values), strict=True))
         self._rows[layer] = keys, values
         new, known = queries.shape[1], keys.shape[1] - queries.shape[1]
         # The strategy answers for every position; those before have been asked and are asked with a query of zeros.
         queries = torch.cat((queries.new_zeros(len(queries), known, queries.shape[2]), queries), 1)
-        return self._strategy(layer, queries[None], keys[None], values[None])[0][:, known : known + new]
+        return Mixed(self._strategy(layer, queries[None], keys[None], values[None])[0][:, known : known + new])
 
 
 @dataclass(frozen=True)
@@ -151,8 +170,8 @@ class Step:
         Last hidden states.
     logits : f32 [vocabulary]
         Of the last token.
-    seconds, cycles, weight_bytes : Counter
-        By part, see `PARTS`.
+    seconds, cycles, memory_bytes : Counter
+        By part, see `PARTS`. Bytes are those of weights, and in attention of the cache, read and written.
     """
 
     token: int
@@ -161,7 +180,7 @@ class Step:
     logits: torch.Tensor
     seconds: Counter
     cycles: Counter
-    weight_bytes: Counter
+    memory_bytes: Counter
 
 
 class Decoder(Llama):
@@ -186,6 +205,12 @@ class Decoder(Llama):
         self.backend = attention
         self.position = 0
         self._seconds, self._cycles, self._bytes = Counter(), Counter(), Counter()
+        self._observe: Observer | None = None
+
+    def close(self) -> None:
+        """Free what runs linear layers and attention."""
+        self.linear.close()
+        self.backend.close()
 
     def _linear(self, name: str, x: torch.Tensor, observe: Observer | None) -> torch.Tensor:
         if observe is not None:
@@ -206,7 +231,11 @@ class Decoder(Llama):
         begin = time.perf_counter()
         mixed = self.backend.attend(layer, queries[0], keys[0], values[0])
         self._seconds["attention"] += time.perf_counter() - begin
-        return mixed[None]
+        self._cycles["attention"] += mixed.cycles
+        self._bytes["attention"] += mixed.cache_bytes
+        if self._observe is not None:
+            self._observe(f"model.layers.{layer}.self_attn.attention", mixed.y)
+        return mixed.y[None]
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int], observe: Observer | None = None) -> Step:
@@ -224,6 +253,7 @@ class Decoder(Llama):
         for counter in (self._seconds, self._cycles, self._bytes):
             counter.clear()
         begin = time.perf_counter()
+        self._observe = observe
         hidden = self.embed(torch.tensor(tokens)[None])
         for number in range(self.config.layers):
             hidden = self.layer(number, hidden, observe, self.position)

@@ -84,8 +84,8 @@ class Pq(Store):
     def __post_init__(self):
         object.__setattr__(self, "_inverse", None if self.transform is None else inverse(self.transform))
 
-    def _enter(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Rows f16 [H, T, d] at the port."""
+    def enter(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Rows f16 [H, T, d] at the port, of rows f32."""
         return to_port(x if self.transform is None else apply(self.transform[layer], x))
 
     def meet(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Pq(Store):
         return outputs if self.transform is None else apply(self._inverse[layer][:, None], outputs)
 
     def view(self, layer: int, x: torch.Tensor) -> View:
-        x, mean = self._enter(layer, x), None if self.mean is None else self.mean[layer]
+        x, mean = self.enter(layer, x), None if self.mean is None else self.mean[layer]
         coded = pq_cache(x, self.codebooks[layer], group=self.group, mean=mean, sinks=self.sinks).dequantize()
         return View(coded, int8_rows(*fresh_rows(x, self.group, mean), self.group))
 
@@ -109,7 +109,7 @@ class Pq(Store):
 
     def hold(self, layer: int, x: torch.Tensor) -> Held:
         """The rows f32 [H, T, d] of *layer*, each coded and as INT8."""
-        x, mean = self._enter(layer, x), None if self.mean is None else self.mean[layer]
+        x, mean = self.enter(layer, x), None if self.mean is None else self.mean[layer]
         codebook = self.codebooks[layer].match(tuple(x.shape[:-2]), "x")
         codes = encode(x, codebook, mean=mean)
         levels = replace(codebook, scale=torch.ones_like(codebook.scale)).decode(codes)

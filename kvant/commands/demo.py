@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.errors import InputError
 from kvant.options import ConfigOption, SetOption, Simulator, SimulatorOption
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.slice import Tile
     from kvant.pq_demo import PqDemo
+    from kvant.sentence_demo import Sentence
     from kvant.sim.streams import Trace
 
 TILE = "L20_q_proj"
@@ -117,6 +119,8 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
     ComparisonError
         If an output of the RTL differs from the golden model.
     """
+    from rich.markup import escape
+
     from kvant.golden.models import slice as model_slice
     from kvant.linear import weight_arrays
 
@@ -150,6 +154,7 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         say(f"{values} values, every bit equal")
 
     parts = [part for run in (_run_caches, _run_pq) if (part := run(chosen, simulator, step)) is not None]
+    sentence = _run_sentence(chosen, step)
 
     with step("Files written") as say:
         _write_tensors(folder, arrays, prefill)
@@ -173,6 +178,13 @@ def run_demo(chosen: "Config", folder: Path, simulator: str, shown_folder: Path,
         highlight=False,
         style="bold",
     )
+    if sentence is not None:
+        console.print(
+            f"SmolLM2-135M-Instruct in the RTL, M-ANT weights and caches, in {sentence.tokens} tokens: "
+            f"{sentence.prompt}[bold]{escape(sentence.text)}[/bold]",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _run_caches(chosen: "Config", simulator: str, step: "_Steps") -> "Part | None":
@@ -215,6 +227,24 @@ def _run_pq(chosen: "Config", simulator: str, step: "_Steps") -> "Part | None":
         draw_pq(folder / "pq.png", quantised)
 
     return Part(_pq_table(quantised), "pq.png", quantised.values, write)
+
+
+def _run_sentence(chosen: "Config", step: "_Steps") -> "Sentence | None":
+    """A sentence of the whole model, or one line that says why not."""
+    from kvant import sentence_demo
+
+    with step("A sentence of the whole model: linear layers and attention in the compiled RTL") as say:
+        reason = sentence_demo.skip_reason(chosen)
+        if reason is None:
+            try:
+                sentence = sentence_demo.decode(chosen, lambda *_: None)
+            except InputError as error:
+                reason = str(error)
+        if reason is not None:
+            say(f"skipped, {reason}")
+            return None
+        say(f"{sentence.tokens} tokens, {sentence.cycles:,} cycles, {sentence.attention_cycles:,} of them in attention")
+    return sentence
 
 
 def quantise(tile: "Tile", calibration: "np.ndarray", chosen: "Config") -> "QuantizedWeights":

@@ -1,4 +1,4 @@
-"""``kvant run``: a model decodes greedily, its linear layers in the compiled RTL."""
+"""``kvant run``: a model decodes greedily, its linear layers and attention in the compiled RTL."""
 
 import hashlib
 import sys
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from kvant.golden.kvcache.formats import CacheSettings
     from kvant.golden.linear.weights import QuantizedWeights
     from kvant.golden.models.checkpoint import Checkpoint
-    from kvant.golden.models.generate import Decoder, Step
+    from kvant.golden.models.generate import AttentionBackend, Decoder, Step
+    from kvant.run_attention import AttentionPlan
 
 DEFAULT_CACHE = "fp32"
+PLACES = ("rtl", "golden")
+"""Where attention may be asked to run."""
+
 CLOCK_MHZ = 100.0
 """Clock for which the summary says what the cycles mean."""
 
@@ -53,9 +57,12 @@ def run(
         Path | None,
         typer.Option(help="Weights from `kvant quantize`.", show_default="quantised once by weight error, cached"),
     ] = None,
-    cache: Annotated[str, typer.Option(metavar="FORMAT", help="Cache format, see `kvant eval --formats list`.")] = (
-        DEFAULT_CACHE
-    ),
+    cache: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Cache format: mant, or one of `kvant eval --formats list`.")
+    ] = DEFAULT_CACHE,
+    attention: Annotated[
+        str, typer.Option(metavar="WHERE", help="rtl, where it has the cache's format, or golden.")
+    ] = PLACES[0],
     tables: Annotated[
         Path | None, typer.Option(help="Tables and codebooks of the cache, from `kvant quantize`.")
     ] = None,
@@ -68,13 +75,16 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the pauses.")] = 0,
     threads: Annotated[int, typer.Option(help="Threads of the compiled model.")] = 1,
 ) -> None:
-    """Decode greedily from a prompt: every linear layer in the compiled RTL, attention in the golden model."""
+    """Decode greedily from a prompt: linear layers and attention over quantised caches in the compiled RTL."""
     from kvant import config, packed
     from kvant.golden.kvcache.formats import CacheSettings
     from kvant.golden.models.checkpoint import open_model
     from kvant.golden.models.tokenizer import load_tokenizer
+    from kvant.run_attention import plan_attention
     from kvant.tensors import check_target
 
+    if attention not in PLACES:
+        raise InputError(f"--attention {attention}: legal is {' or '.join(PLACES)}")
     sizes = [f"{name}={value}" for name, value in (("rows", rows), ("cols", cols)) if value is not None]
     chosen = config.load(config_path, [*(overrides or []), *sizes])
     if trace is not None:
@@ -92,19 +102,24 @@ def run(
         prefill=len(prompt_tokens),  # the first call
         recent=recent,
     )
-    attention = attention_strategy(cache, settings)
+    plan = plan_attention(
+        cache,
+        settings,
+        chosen,
+        checkpoint.config,
+        tokens=len(prompt_tokens) + tokens,
+        in_rtl=attention == "rtl",
+    )
     given = packed.load_for(checkpoint, weights, "--weights")
     with _progress() as report:
         quantised = model_weights(checkpoint, chosen, given, report)
-        decoder = rtl_decoder(
-            checkpoint, chosen, quantised, attention(), report, threads=threads, stall=stall, seed=seed
-        )
-    golden = golden_decoder(checkpoint, quantised, attention()) if check else None
+        decoder = rtl_decoder(checkpoint, chosen, quantised, plan, report, threads=threads, stall=stall, seed=seed)
+    golden = golden_decoder(checkpoint, quantised, plan.golden()) if check else None
     try:
         steps = _decode(decoder, golden, load_tokenizer(checkpoint), prompt_tokens, tokens, trace)
     finally:
-        decoder.linear.close()
-    typer.echo("\n" + summary(chosen, decoder, steps, cache, settings))
+        decoder.close()
+    typer.echo("\n" + summary(chosen, decoder, steps, plan, settings))
     if check:
         typer.echo(f"Golden model: the same {len(steps)} tokens, every tensor of every layer equal in every bit.")
 
@@ -139,31 +154,6 @@ def encode_prompt(checkpoint: "Checkpoint", prompt: str, raw: bool, count: int) 
             f"legal is up to {max(context - len(numbers), 0)}"
         )
     return numbers
-
-
-def attention_strategy(name: str, settings: "CacheSettings"):
-    """Makes the attention over a cache of a format, anew at every call.
-
-    Raises
-    ------
-    InputError
-        An unknown format, or one that needs tables that are not there.
-    """
-    from kvant.golden.errors import TensorError
-    from kvant.golden.kvcache.formats import CACHE_FORMATS
-    from kvant.golden.models.generate import GoldenAttention
-
-    if name not in CACHE_FORMATS:
-        raise InputError(f"--cache {name!r}: legal are {', '.join(CACHE_FORMATS)}")
-
-    def make() -> GoldenAttention:
-        try:
-            return GoldenAttention(CACHE_FORMATS[name].attention(settings))
-        except TensorError as error:
-            raise InputError(f"--cache {name}: needs --tables ({error})") from None
-
-    make()
-    return make
 
 
 def model_weights(
@@ -242,14 +232,14 @@ def rtl_decoder(
     checkpoint: "Checkpoint",
     chosen: "Config",
     weights: "dict[str, QuantizedWeights]",
-    attention,
+    attention: "AttentionPlan",
     report: Report,
     *,
     threads: int = 1,
     stall: float = 0.0,
     seed: int = 0,
 ) -> "Decoder":
-    """A decoder whose linear layers run in the compiled RTL.
+    """A decoder whose linear layers, and attention where the plan has it there, run in the compiled RTL.
 
     Raises
     ------
@@ -264,11 +254,18 @@ def rtl_decoder(
     for outputs, inputs in {record.shape for record in weights.values()}:
         plan(chosen.linear, tokens=1, inputs=inputs, outputs=outputs)
     engine = CompiledLinear(chosen.linear, threads=threads, stall=stall, seed=seed, progress=report)
-    layers = CompiledLayers(engine, weights, lambda done, total: report("load", done, total))
-    return Decoder(checkpoint, layers, attention)
+    try:
+        layers = CompiledLayers(engine, weights, lambda done, total: report("load", done, total))
+        options = {"threads": threads, "stall": stall, "seed": seed, "progress": report}
+        return Decoder(checkpoint, layers, attention.golden() if attention.rtl is None else attention.rtl(**options))
+    except BaseException:
+        engine.close()
+        raise
 
 
-def golden_decoder(checkpoint: "Checkpoint", weights: "dict[str, QuantizedWeights]", attention) -> "Decoder":
+def golden_decoder(
+    checkpoint: "Checkpoint", weights: "dict[str, QuantizedWeights]", attention: "AttentionBackend"
+) -> "Decoder":
     """The same with the golden model's linear layers."""
     from kvant.golden.models.generate import Decoder, GoldenLinear
 
@@ -338,43 +335,48 @@ def _compare(rtl: "dict[str, np.ndarray]", golden: "dict[str, np.ndarray]") -> N
         raise ComparisonError(f"{difference}; A is the RTL, B the golden model")
 
 
-def summary(chosen: "Config", decoder: "Decoder", steps: "list[Step]", cache: str, settings: "CacheSettings") -> str:
+def summary(
+    chosen: "Config", decoder: "Decoder", steps: "list[Step]", plan: "AttentionPlan", settings: "CacheSettings"
+) -> str:
     """What ran where, and what it took: one paragraph and a table, times by part."""
     p = chosen.linear
     first, rest = steps[0], steps[1:]
     shown = rest or steps
     position, heading = decoder.position, "a decoded token" if rest else "prefill"
+    where = {"attention": decoder.backend.where, "host": "host"}
+    attention = f"attention and cache ({plan.name})"
     lines = [
         f"{first.tokens} tokens of prompt, {len(steps)} decoded. In RTL: every linear layer, the output projection "
-        f"included, on {p.rows} x {p.cols} lanes, G = {p.group} (Verilog compiled by Verilator).",
-        f"In the {decoder.backend.where}: attention and cache ({cache}). On the host, in float32: embedding, norms, "
-        "rotary positions, SiLU, residual sums, choice of the token. Activations round to fp16 at the port.",
+        f"included, on {p.rows} x {p.cols} lanes, G = {p.group} (Verilog compiled by Verilator)"
+        + (f"; {attention}: {plan.built}." if plan.built else f". In the {decoder.backend.where}: {attention}."),
+        "On the host, in float32: embedding, norms, rotary positions, SiLU, residual sums, choice of the token. "
+        "Activations, queries, keys and values round to fp16 at the port.",
         "",
-        f"{heading:18} {'where':13} {'cycles':>12} {'weight bytes':>13} {'seconds':>9}",
+        f"{heading:18} {'where':13} {'cycles':>12} {'bytes':>13} {'seconds':>9}",
     ]
-    cycles, sizes, seconds = (_mean(shown, name) for name in ("cycles", "weight_bytes", "seconds"))
+    cycles, sizes, seconds = (_mean(shown, name) for name in ("cycles", "memory_bytes", "seconds"))
     for part in (*_LINEAR, "attention", "host"):
-        where = {"attention": decoder.backend.where, "host": "host"}.get(part, decoder.linear.where)
-        numbers = f"{cycles[part]:12,.0f} {sizes[part]:13,.0f}" if part in _LINEAR else f"{'':12} {'':13}"
-        lines.append(f"{part:18} {where:13} {numbers} {seconds[part]:9.3f}")
+        counted = f"{cycles[part]:12,.0f} {sizes[part]:13,.0f}" if cycles[part] else f"{'':12} {'':13}"
+        lines.append(f"{part:18} {where.get(part, decoder.linear.where):13} {counted} {seconds[part]:9.3f}")
     total = seconds.total()
     lines.append(f"{'all':32} {cycles.total():12,.0f} {sizes.total():13,.0f} {total:9.3f}")
+    linear_cycles = sum(cycles[part] for part in _LINEAR)
     work = sum(step.tokens for step in shown) / len(shown)
-    use = work * _products(decoder) / (cycles.total() * p.lanes)
-    linear_seconds = sum(seconds[part] for part in _LINEAR)
+    use = work * _products(decoder) / (linear_cycles * p.lanes)
+    simulated_seconds = sum(seconds[part] for part in cycles if cycles[part])
     lines += [
         "",
         f"time to first token {first.seconds.total():.2f} s ({first.cycles.total():,} cycles)"
         + (f", then {total:.3f} s a token: {1 / total:.3f} tokens/s" if rest else ""),
-        f"simulated {cycles.total() / linear_seconds:,.0f} cycles/s"
-        + (f"; array use {use:.3f}" if rest else "")
+        f"simulated {cycles.total() / simulated_seconds:,.0f} cycles/s"
+        + (f"; array use {use:.3f} in linear layers" if rest else "")
         + (
-            f"; hardware at {CLOCK_MHZ:.0f} MHz with weights at the array's width: linear layers of "
+            f"; hardware at {CLOCK_MHZ:.0f} MHz with memory at the ports' width, one part after the other: "
             f"{CLOCK_MHZ * 1e6 / cycles.total():.1f} tokens/s"
             if rest
             else ""
         ),
-        f"cache at {position} tokens: {_cache_bytes(decoder, cache, settings, position):,} bytes",
+        f"cache at {position} tokens: {_cache_bytes(decoder, plan.name, settings, position):,} bytes",
     ]
     return "\n".join(lines)
 

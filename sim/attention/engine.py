@@ -1,6 +1,6 @@
 """The attention engine in a simulator: contents of caches and queries in, outputs out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvant.sim.attention.contents import Contents, Int8Rows, key_bytes, value_by
 from kvant.sim.errors import SimulationError
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
-from kvant.sim.words import pack_words
+from kvant.sim.words import pack_words, struct_word
 
 STATUS = ("nonfinite", "error", "busy", "busy_cycles")
 FP16_BITS = 16
@@ -65,7 +65,7 @@ def stimulus(p: AttentionParameters, attends: Sequence[Attend]) -> Stimulus:
     for attend in attends:
         contents = attend.contents
         commands.append(
-            _word(
+            struct_word(
                 layout,
                 {
                     "queries": len(attend.queries),
@@ -110,7 +110,7 @@ def _query_words(p: AttentionParameters, attend: Attend) -> dict[str, list[int]]
     layout = query_port(p)["user"].shape
     users = []
     for first, end, slope in attend.limits:
-        user = _word(layout, {"first": first, "end": end, "slope": slope})
+        user = struct_word(layout, {"first": first, "end": end, "slope": slope})
         users += [user] + [user ^ ((1 << layout.size) - 1)] * (transfers - 1)
     return {"data": pack_words(elements.reshape(-1, lanes), FP16_BITS), "user": users}
 
@@ -128,15 +128,6 @@ def _row_words(p: AttentionParameters, contents: Contents) -> dict[str, list[int
         scale_name: pack_words(scales, FP16_BITS),
         "last": ([0] * (p.row_transfers - 1) + [1]) * count,
     }
-
-
-def _word(layout, fields: Mapping[str, int]) -> int:
-    """The bits of a struct."""
-    places = dict(iter(layout))
-    for name, value in fields.items():
-        if not 0 <= value < 1 << places[name].width:
-            raise SimulationError(f"{name} = {value}: legal are {places[name].width} unsigned bits")
-    return sum(int(value) << places[name].offset for name, value in fields.items())
 
 
 def play(p: AttentionParameters, attends: Sequence[Attend], *, name: str = "attention", **options) -> Trace:

@@ -18,7 +18,7 @@ from kvant.sim.kvcache.tables import channel_writes, table_write
 from kvant.sim.pq.layout import code_words, codebook_words, frames_of, read_codes
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
-from kvant.sim.words import pack_words, unpack_words
+from kvant.sim.words import pack_words, struct_word, unpack_words
 
 KEYS, VALUES = 0, 1
 """Stores of a head."""
@@ -120,7 +120,7 @@ def row_words(p: PqParameters, rows: Sequence[Row]) -> dict[str, list[int]]:
     users = []
     for row in rows:
         user = {"start": int(row.start), "flush": int(row.flush), "store": row.store, "head": row.head}
-        word = _word(user_layout, user)
+        word = struct_word(user_layout, user)
         users += [word] + [word ^ ((1 << user_layout.size) - 1)] * (p.row_transfers - 1)
     return {"data": pack_words(elements, 16), "user": users}
 
@@ -266,14 +266,6 @@ def _kinds(mode: str, *, values: bool) -> list[tuple[bool, bool]]:
     return [(values, False)]
 
 
-def _word(layout, fields: Mapping[str, int]) -> int:
-    places = dict(iter(layout))
-    for name, value in fields.items():
-        if not 0 <= value < 1 << places[name].width:
-            raise ValueError(f"{name} = {value}: legal are {places[name].width} unsigned bits")
-    return sum(value << places[name].offset for name, value in fields.items())
-
-
 def _command(p: PqParameters, attend: Attend) -> int:
     fields = {
         "history": attend.history,
@@ -282,7 +274,7 @@ def _command(p: PqParameters, attend: Attend) -> int:
         "values": attend.values,
         "decode": attend.decode,
     }
-    return _word(attend_command(p), {name: int(value) for name, value in fields.items()})
+    return struct_word(attend_command(p), {name: int(value) for name, value in fields.items()})
 
 
 def _stored_codes(
@@ -342,7 +334,7 @@ def expected(
         data, base = code_words(p, mine), batch.first // p.chunk_tokens * p.chunk_words
         words["data"] += data
         words["user"] += [
-            _word(user_layout, {"address": base + k, "store": batch.store, "head": batch.head})
+            struct_word(user_layout, {"address": base + k, "store": batch.store, "head": batch.head})
             for k in range(len(data))
         ]
         words["last"] += [0] * (len(data) - 1) + [1]

@@ -8,10 +8,18 @@ from kvant.hw.pq.parameters import PqParameters
 from kvant.sim.words import pack_words
 
 
-def codebook_words(p: PqParameters, entries: np.ndarray) -> list[int]:
-    """Words of a codebook i8 [M, 2^nbits, d/M]: slice by slice, centroid by centroid; see `PqParameters`."""
+def codebook_array(p: PqParameters, entries: np.ndarray) -> np.ndarray:
+    """A codebook i8 [M, 2^nbits, d/M] as words u8 [n, port_bytes]: slice by slice, centroid by centroid; see
+    `PqParameters`.
+    """
     centroids = np.asarray(entries, np.int8).transpose(1, 0, 2).reshape(p.centroids, p.slices, p.slice_bytes)
-    return pack_words(centroids.transpose(1, 0, 2).reshape(-1, p.slice_bytes), 8)
+    slices = centroids.transpose(1, 0, 2).reshape(-1, p.slice_bytes)
+    return np.pad(slices, ((0, 0), (0, p.port_bytes - p.slice_bytes))).view(np.uint8)
+
+
+def codebook_words(p: PqParameters, entries: np.ndarray) -> list[int]:
+    """The words of `codebook_array` as integers."""
+    return pack_words(codebook_array(p, entries), 8)
 
 
 def frames_of(p: PqParameters, tokens: int) -> int:

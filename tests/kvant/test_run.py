@@ -10,6 +10,7 @@ from kvant import cli
 from kvant.commands import run as command
 from kvant.golden.models import fetch
 from kvant.golden.models.generate import Decoder
+from kvant.sim.compiled.attention import CompiledEngine
 from kvant.sim.compiled.linear import CompiledLinear
 
 ARRAY = ["--rows", "4", "--cols", "4", "--set", "group=16", "--set", "accumulators=8", "--set", "activation_words=160"]
@@ -48,11 +49,46 @@ def decoded(printed: str) -> str:
     return printed.partition("\n\n")[0]
 
 
-@pytest.mark.parametrize("cache", ["fp32", "mant_time_integer", "pq4"])
-def test_four_tokens_equal_those_of_the_golden_model(run, folder, cache):
-    printed = run("--check", "--cache", cache, "--tables", folder / "tables.safetensors", "--recent", 2)
-    assert "the same 4 tokens, every tensor of every layer equal in every bit" in printed
-    assert f"attention and cache ({cache})" in printed
+CACHES = ["fp32", "mant_time_integer", "mant", "pq4", pytest.param("int8", marks=pytest.mark.long)]
+PQ_OPTIONS = ["--recent", 2, "--set", "decode_tokens=12"]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_tokens_equal_those_of_the_golden_model(run, folder, cache):
+    options = ["--cache", cache, "--tables", folder / "tables.safetensors", "--tokens", 12, *PQ_OPTIONS]
+    printed = run("--check", *options)
+    assert "the same 12 tokens, every tensor of every layer equal in every bit" in printed
+    in_rtl = cache in ("mant", "int8", "pq4")
+    name = {"mant": "mant_head"}.get(cache, cache)
+    words = f"; attention and cache ({name}): " if in_rtl else f"In the golden model: attention and cache ({name})."
+    assert words in printed
+    assert re.search(rf"^attention +{'RTL +[0-9,]+ +[0-9,]+' if in_rtl else 'golden model'} ", printed, re.MULTILINE)
+
+
+def test_attention_of_the_golden_model_gives_the_same_trace(run, folder, tmp_path, capsys):
+    for place in ("rtl", "golden"):
+        printed = run(
+            *["--cache", "mant", "--tables", folder / "tables.safetensors", "--attention", place],
+            *["--trace", tmp_path / f"{place}.npz"],
+        )
+        assert ("In the golden model: attention" in printed) == (place == "golden")
+    files = [str(tmp_path / f"{place}.npz") for place in ("rtl", "golden")]
+    cli.build_app()(["diff", *files], standalone_mode=False)
+    assert "step1.model.layers.1.self_attn.attention" in np.load(files[0])
+
+
+def test_check_fails_where_attention_differs(run, folder, monkeypatch):
+    attend = CompiledEngine.attend
+
+    def faulty(self, *arguments):
+        out, *numbers = attend(self, *arguments)
+        out.view(np.uint32)[1, 0, 3] ^= 1
+        return out, *numbers
+
+    monkeypatch.setattr(CompiledEngine, "attend", faulty)
+    with pytest.raises(Exception, match=r"step0.model.layers.0.self_attn.attention\[3, 0, 3\].*A is the RTL") as caught:
+        run("--check", "--cache", "mant", "--tables", folder / "tables.safetensors")
+    assert cli.exit_code(caught.value) == 1
 
 
 def test_figures_are_split_by_part_and_add_up(run):
@@ -124,7 +160,10 @@ def test_given_weights_are_used(run, folder, tmp_path):
         (["--prompt", ""], "--prompt: empty"),
         (["--tokens", "0"], "--tokens 0: legal is 1 or more"),
         (["--tokens", "200"], "more than the model's context; legal is up to"),
-        (["--cache", "q4"], "--cache 'q4': legal are fp32"),
+        (["--cache", "q4"], "--cache 'q4': legal are mant, fp32"),
+        (["--cache", "int8", "--set", "capacity=6", "--set", "group=2"], "capacity = 6: legal is "),
+        (["--cache", "int8", "--set", "queries=65"], "queries = 65"),
+        (["--attention", "host"], "--attention host: legal is rtl or golden"),
         (["--cache", "pq4"], "--cache pq4: needs --tables"),
         (["--trace", "trace.txt"], "legal is a file that ends in .npz"),
         (["--stall", "1"], "legal is a probability from 0 to below 1"),

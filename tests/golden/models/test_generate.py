@@ -102,7 +102,7 @@ def test_the_trace_has_the_order_of_the_model(checkpoint, weights):
     layer = [name.removeprefix("step0.model.layers.0.") for name in names if name.startswith("step0.model.layers.0.")]
     assert layer == [
         *["self_attn.q_proj.input", "self_attn.q_proj.output", "self_attn.k_proj.output", "self_attn.v_proj.output"],
-        *["queries", "keys", "values", "self_attn.o_proj.input", "self_attn.o_proj.output"],
+        *["queries", "keys", "values", "self_attn.attention", "self_attn.o_proj.input", "self_attn.o_proj.output"],
         *["mlp.gate_proj.input", "mlp.gate_proj.output", "mlp.up_proj.output"],
         *["mlp.down_proj.input", "mlp.down_proj.output", "hidden"],
     ]
