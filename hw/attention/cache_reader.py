@@ -321,7 +321,7 @@ class CacheReader(wiring.Component):
             ]
             trailer_word, trailer_bit = divmod(8 * TIMESTAMP_BYTES, p.port_bits)
             for number, register in enumerate(shared):
-                with m.If(take & trailer & (slot == number) & (word == trailer_word)):
+                with m.If(take & trailer & of_window & (slot == number) & (word == trailer_word)):
                     m.d.sync += register.eq(port.data[trailer_bit : trailer_bit + 8])
         with m.If(page_end):
             with m.If(of_sinks):
