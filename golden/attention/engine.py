@@ -88,6 +88,7 @@ def attend(
     TensorError
         For shapes or dtypes that do not fit, caches of other kinds or of different tokens.
     """
+    q = as_tensor(q, "q", (torch.float16,))
     groups = quantize_int8(q, keys.group, "q")
     tokens = _check_caches(keys, values, groups.q.shape)
     shape = tuple(groups.q.shape[:-1])
@@ -238,6 +239,7 @@ def float64_attention(q, keys, values, *, first=0, end=None, slope=None) -> torc
     Parameters are those of `attend`; a query that sees no key gives 0. Queries over keys along time are taken as the
     port takes them, others as INT8 groups.
     """
+    q = as_tensor(q, "q", (torch.float16,))
     groups = quantize_int8(q, keys.group, "q")
     tokens = _check_caches(keys, values, groups.q.shape)
     shape, head_dim = tuple(groups.q.shape[:-1]), groups.q.shape[-1]

@@ -140,7 +140,7 @@ class CacheReader(wiring.Component):
     With `AttentionParameters.time_keys` also:
 
     channel_words : out stream
-        `ChannelWord`, of the static scales or of a page; always ready.
+        `ChannelWord`, of the static scales or of a page.
     """
 
     latency = 6
@@ -161,7 +161,7 @@ class CacheReader(wiring.Component):
                 "keys": In(stream.Signature(word_port(p))),
                 "values": In(stream.Signature(word_port(p))),
                 "w": Out(stream.Signature(weight_input(p.linear))),
-                **({"channel_words": Out(stream.Signature(ChannelWord(p), always_ready=True))} if p.time_keys else {}),
+                **({"channel_words": Out(stream.Signature(ChannelWord(p)))} if p.time_keys else {}),
             }
         )
 
@@ -236,10 +236,11 @@ class CacheReader(wiring.Component):
         port = Signal(word_port(p))
         valid, ready, take = Signal(), Signal(), Signal()
         room = (held != self.slots) | ~wanted
+        channels_room = self.channel_words.ready | ~(static | (scales & of_window)) if p.time_keys else Const(1)
         m.d.comb += [
             port.eq(Mux(job.values, self.values.payload, self.keys.payload)),
             valid.eq(Mux(job.values, self.values.valid, self.keys.valid)),
-            ready.eq(((codes | scales) & room) | trailer | static),
+            ready.eq((((codes | scales) & room) | trailer | static) & channels_room),
             self.keys.ready.eq(ready & ~job.values),
             self.values.ready.eq(ready & job.values),
             take.eq(valid & ready),
@@ -313,7 +314,7 @@ class CacheReader(wiring.Component):
                 m.d.sync += job.tiles.eq(job.tiles - block_tiles)
         if p.time_keys:
             m.d.comb += [
-                self.channel_words.valid.eq(take & (static | (scales & of_window))),
+                self.channel_words.valid.eq(valid & (static | (scales & of_window & room))),
                 self.channel_words.payload.data.eq(port.data),
                 self.channel_words.payload.place.eq(word),
                 self.channel_words.payload.block.eq(in_page),
