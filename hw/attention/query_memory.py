@@ -123,14 +123,16 @@ class QueryMemory(wiring.Component):
         with m.If(moves):
             m.d.sync += [self.x.valid.eq(fetched), self.x.payload.data.eq(read.data)]
         if p.time_keys:
-            where = Signal(query_transfer(p), reset_less=True)
-            with m.If(asks):
-                m.d.sync += [
-                    where.query.eq(number),
-                    where.place.eq(first + offset),
-                    where.group_last.eq(group_end),
-                    where.last.eq(round_end & (first + group_transfers >= transfers)),
-                ]
-            with m.If(moves):
-                m.d.sync += (self.x.payload[name].eq(where[name]) for name in ("query", "place", "group_last", "last"))
+            here = {
+                "query": number,
+                "place": first + offset,
+                "group_last": group_end,
+                "last": round_end & (first + group_transfers >= transfers),
+            }
+            for name, value in here.items():
+                held = Signal.like(self.x.payload[name], name=f"fetched_{name}", reset_less=True)
+                with m.If(asks):
+                    m.d.sync += held.eq(value)
+                with m.If(moves):
+                    m.d.sync += self.x.payload[name].eq(held)
         return m
