@@ -44,7 +44,7 @@ class AttentionBlock(SimulatedBlock):
 
     def facts(self, chosen: Config) -> Mapping[str, Any]:
         """Throughput, stream orders, memory layout and widths for the manifest."""
-        from kvant.sim.attention.contents import page_layouts
+        from kvant.sim.attention.contents import page_layouts, time_layout
 
         p = chosen.attention.check_attention()
         keys, values = page_layouts(p)
@@ -57,13 +57,16 @@ class AttentionBlock(SimulatedBlock):
                 "elements of INT8 rows per cycle": p.lanes,
             },
             "streams": {
-                "cmd": "queries of one KV head: their number, tokens of the cache, how many of them are sinks, whether "
-                "keys and values are INT8 rows instead of pages, head",
+                "cmd": "queries of one KV head: their number, tokens of the cache, how many of them are sinks, format "
+                "of the keys (0 M-ANT along the head, 1 INT8 rows, 2 M-ANT along time), whether values are INT8 rows "
+                "instead of pages, head",
                 "q": "fp16 queries, ceil(head_dim / lanes of the port) transfers each, surplus lanes of the last one "
                 "are ignored; user is read in a query's first transfer: it sees the keys first <= t < end; slope "
                 "(fp16) * (end - 1 - t) is taken from the base-2 logarithms",
                 "keys": "for each command: INT8 blocks of the sinks, then the pages of all tokens, trailers included, "
-                "or, of INT8 keys, INT8 blocks of all tokens",
+                "or, of INT8 keys, INT8 blocks of all tokens; of keys along time: the static scales, fp16, filled up "
+                "with zeros to 16 channels, INT8 blocks of the open window with scales of 1, INT8 blocks of the sinks, "
+                "then the pages of the full windows, trailers included",
                 "values": "for each command: the pages of its full windows, trailers included; nothing for INT8 values",
                 "rows": "for each command: INT8 rows with a scale for every lane, the sinks, then the tokens of the "
                 "open window; or, of INT8 values, all tokens; last ends a row",
@@ -72,6 +75,7 @@ class AttentionBlock(SimulatedBlock):
             "memory": {
                 "page of keys": keys.description,
                 "page of values": values.description,
+                **({"page of keys along time": time_layout(p).description} if p.time_keys else {}),
                 "INT8 block": {
                     "groups": 16,
                     "bytes": 16 * p.group + 32,
@@ -89,7 +93,9 @@ class AttentionBlock(SimulatedBlock):
         }
 
     def vectors(self, chosen: Config, seed: int) -> Vectors:
-        """Random queries over a small M-ANT cache, and over INT8 rows, some of them seeing fewer keys."""
+        """Random queries over a small M-ANT cache, over INT8 rows, and over keys along time, if the engine takes them;
+        some see fewer keys.
+        """
         from kvant.sim.attention import engine
 
         p = chosen.attention.check_attention()
@@ -98,7 +104,7 @@ class AttentionBlock(SimulatedBlock):
         k, v = (rng.standard_normal((tokens, p.head_dim)).astype(np.float16) for _ in range(2))
         table = cache_arrays.bench_table(chosen)
         attends, outs, empties = [], [], []
-        for formats in (("mant", "mant"), ("int8", "int8")):
+        for formats in (("mant", "mant"), ("int8", "int8"), *([("mant_time", "mant")] if p.time_keys else [])):
             caches = golden_caches(p, k, v, formats, (table, table), statistic=chosen.cache.statistic)
             q = rng.standard_normal((p.queries, p.head_dim)).astype(np.float16)
             end = np.maximum(tokens - np.arange(p.queries), 0)
@@ -181,7 +187,8 @@ def golden_caches(
 ):
     """Caches of the golden model of keys and values f16 [T, d] of one head.
 
-    *tables* are those of keys and values, if these are M-ANT; *sinks* are `AttentionParameters.sinks` if not given.
+    *tables* are those of keys and values, if these are M-ANT; *floor* is that of values; *sinks* are
+    `AttentionParameters.sinks` if not given.
     """
     from kvant.golden.kvcache.choice import Tables
     from kvant.golden.kvcache.int8 import int8_cache
@@ -195,6 +202,9 @@ def golden_caches(
 
     if formats[0] == "mant":
         keys = spatial_cache(k, group=p.group, tables=choice(tables[0]), mean=mean, sinks=sinks)
+    elif formats[0] == "mant_time":
+        time = {"mean": mean, "sinks": sinks, "offset": True, "shared_coefficient": True}
+        keys = temporal_cache(k, len(k), group=p.group, tables=choice(tables[0]), **time)
     else:
         keys = int8_cache(k, group=p.group, mean=mean)
     if formats[1] == "mant":
@@ -206,16 +216,22 @@ def golden_caches(
 
 def contents_of(p: AttentionParameters, caches):
     """What the engine reads of `golden_caches`."""
+    from kvant.golden.attention.engine import token_count
     from kvant.golden.kvcache.int8 import Int8Cache
-    from kvant.sim.attention.contents import Contents, Int8Rows, MantValues, packed_keys, packed_windows
+    from kvant.golden.kvcache.temporal import TemporalCache
+    from kvant.sim.attention.contents import Contents, Int8Rows, MantValues, TimeKeys, packed_keys, packed_windows
 
     def rows(q, scale):
         return Int8Rows(q.numpy(), scale.numpy())
 
     keys, values = caches
-    tokens = (keys.q if isinstance(keys, Int8Cache) else keys.codes).shape[0]
+    tokens = token_count(keys)
     if isinstance(keys, Int8Cache):
         stored = rows(keys.q, keys.scale)
+    elif isinstance(keys, TemporalCache):
+        planes = (part.numpy() for part in (keys.codes, keys.scale, keys.coefficient, keys.offset))
+        fresh = keys.staged.numpy(), keys.staged_scale.numpy()
+        stored = TimeKeys(packed_windows(p, *planes), *fresh, rows(keys.sink, keys.sink_scale))
     else:
         groups = (part.numpy() for part in (keys.codes, keys.scale, keys.coefficient))
         stored = packed_keys(p, *groups, rows(keys.sink, keys.sink_scale))
@@ -251,7 +267,7 @@ def _attend(case: Case, options: dict[str, Any], *, waves: Path | None, check: b
     result["out"] = result["out"].reshape(queries.shape)
     result["k_used"] = np.stack([contents.used_keys(p, one) for one in held])
     result["v_used"] = np.stack([contents.used_values(p, one) for one in held])
-    result["q_used"] = _used_queries(queries, p.group)
+    result["q_used"] = _used_queries(case, queries)
     for name in ("nonfinite", "error"):
         result[name] |= np.int64(any(getattr(one, name) for one in flags))
     if check:
@@ -285,11 +301,16 @@ def _golden(case: Case, queries: np.ndarray, ends: np.ndarray) -> dict[str, np.n
     return golden | {"empty": golden["empty"].reshape(-1), "nonfinite": np.array(nonfinite, np.int64)}
 
 
-def _used_queries(queries: np.ndarray, group: int) -> np.ndarray:
-    """Queries f32 [..., d] as INT8 groups hold them."""
-    from kvant.golden.kvcache.spatial import int8_rows
-    from kvant.golden.numeric.int8 import quantize_int8
+def _used_queries(case: Case, queries: np.ndarray) -> np.ndarray:
+    """Queries f32 [..., d] as INT8 groups hold them; before keys along time, as they pass the port."""
+    import torch
 
+    from kvant.golden.kvcache.spatial import int8_rows
+    from kvant.golden.numeric.int8 import port_rule, quantize_int8
+
+    if case.formats[0] == "mant_time":
+        return port_rule(torch.from_numpy(queries)).float().numpy()
+    group = case.chosen.attention.group
     groups = quantize_int8(queries, group, "q")
     return int8_rows(groups.q, groups.scale, group).numpy()
 
@@ -310,6 +331,13 @@ def _simulated_caches(case: Case, options: dict[str, Any]):
             for head, table in enumerate(case.tables[0])
         }
         keys = caches.mant_keys(cache, case.k, tables, **options)
+    elif case.formats[0] == "mant_time":
+        along_time = cache.model_copy(update={"offset": True, "shared_coeff": True})
+        heads = [
+            value_arrays(along_time, case.k[head], [case.tokens], table, **case.head_arrays(head, ("mean",)))
+            for head, table in enumerate(case.tables[0])
+        ]
+        keys = caches.time_keys(along_time, heads, **options)
     else:
         keys = caches.int8_rows(cache, case.k, means, **options)
     cache = cache.model_copy(update={"centred": False})

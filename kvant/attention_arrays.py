@@ -12,7 +12,7 @@ from kvant.errors import InputError
 from kvant.hw.parameters import ParameterError
 from kvant.tensors import ArraySpec, check_arrays, scalar
 
-FORMATS = ("mant", "int8", "pq")
+FORMATS = {"format_k": ("mant", "mant_time", "int8", "pq"), "format_v": ("mant", "int8", "pq")}
 """Formats of keys and of values; "pq" of both or of neither."""
 
 NUMBER_ARRAYS = [*cache_arrays.NUMBER_ARRAYS, ArraySpec("recent", "integer")]
@@ -33,8 +33,8 @@ TABLE_ARRAYS = {
 """Optional arrays of a KV head each."""
 
 WITHOUT_EFFECT = {
-    "coeffs_k": ("format_k", ("mant",)),
-    "thresholds_k": ("format_k", ("mant",)),
+    "coeffs_k": ("format_k", ("mant", "mant_time")),
+    "thresholds_k": ("format_k", ("mant", "mant_time")),
     "coeffs_v": ("format_v", ("mant",)),
     "thresholds_v": ("format_v", ("mant",)),
     "floor": ("format_v", ("mant",)),
@@ -143,7 +143,7 @@ def check_case(arrays: dict[str, np.ndarray], path: Path | None, overrides: Iter
         raise InputError(f"array k: {lengths['T']} tokens; legal is 1 to capacity = {chosen.attention.tokens}")
     q = arrays["q"].reshape(-1, heads, lengths["d"])
     tables = tuple(
-        _choice_tables(given, chosen, suffix, kv_heads) if kind == "mant" else [None] * kv_heads
+        _choice_tables(given, chosen, suffix, kv_heads) if kind in ("mant", "mant_time") else [None] * kv_heads
         for suffix, kind in zip(("_k", "_v"), formats, strict=True)
     )
     return Case(chosen, q, arrays["k"], arrays["v"], formats, given, tables)
@@ -164,8 +164,8 @@ def _formats(arrays: Mapping[str, np.ndarray]) -> tuple[str, str]:
     """The formats of keys and values, or a refusal."""
     formats = tuple(str(arrays[name]) for name in ("format_k", "format_v"))
     for name, value in zip(("format_k", "format_v"), formats, strict=True):
-        if value not in FORMATS:
-            raise InputError(f"{name} = {value!r}: legal is one of {', '.join(FORMATS)}")
+        if value not in FORMATS[name]:
+            raise InputError(f"{name} = {value!r}: legal is one of {', '.join(FORMATS[name])}")
     if (formats[0] == "pq") != (formats[1] == "pq"):
         raise InputError(f"format_v = {formats[1]!r} with format_k = {formats[0]!r}: legal is pq for both or for none")
     return formats
@@ -180,6 +180,8 @@ def _configuration(
         more["recent"] = recent
     if "mean" in arrays:
         more["centred"] = True
+    if formats[0] == "mant_time":
+        more["time_keys"] = True
     chosen = cache_arrays.load(arrays, path, overrides, **more)
     try:
         if formats[0] == "pq":

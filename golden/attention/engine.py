@@ -14,6 +14,7 @@ import torch
 
 from kvant.golden.attention.int8_rows import weighted_rows
 from kvant.golden.attention.normalize import normalize
+from kvant.golden.attention.products import array_products
 from kvant.golden.attention.softmax import (
     LOG_LIMIT,
     distance_logarithms,
@@ -21,16 +22,15 @@ from kvant.golden.attention.softmax import (
     score_logarithms,
     weights,
 )
+from kvant.golden.attention.time_keys import time_key_logarithms
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.int8 import Int8Cache
 from kvant.golden.kvcache.spatial import SpatialCache, int8_rows
 from kvant.golden.kvcache.temporal import TemporalCache
-from kvant.golden.linear.engine import multiply
-from kvant.golden.linear.weights import QuantizedWeights
 from kvant.golden.numeric.codes import INT8
-from kvant.golden.numeric.int8 import Int8Groups, int8_groups, quantize_int8
+from kvant.golden.numeric.int8 import Int8Groups, int8_groups, port_rule, quantize_int8
 from kvant.golden.numeric.rounding import fp16
-from kvant.golden.numeric.tensors import as_tensor, check_shape, from_groups, to_groups
+from kvant.golden.numeric.tensors import as_tensor, from_groups, to_groups
 
 WEIGHT_PLACES = 9
 """An attention weight w becomes the fp16 number ``w * 2^-9`` before it is an INT8 element: the largest is 2^15."""
@@ -58,7 +58,7 @@ class Attended(NamedTuple):
 
 def attend(
     q,
-    keys: SpatialCache | Int8Cache,
+    keys: SpatialCache | TemporalCache | Int8Cache,
     values: TemporalCache | Int8Cache,
     *,
     first=0,
@@ -75,7 +75,7 @@ def attend(
         are KV heads; B are all queries of a KV head.
     keys, values
         Caches of the same T tokens, with the leading axes of *q* and one group. Values along time have no offsets, and
-        a coefficient for every group.
+        a coefficient for every group; keys along time share one coefficient a window.
     first, end : int or integers, broadcastable to [..., B]
         A query sees the keys ``first <= t < end``: from 0 and up to T by default, which are also the limits of both.
     slope : f16, broadcastable to [..., B], optional
@@ -88,20 +88,38 @@ def attend(
     TensorError
         For shapes or dtypes that do not fit, caches of other kinds or of different tokens.
     """
+    q = as_tensor(q, "q", (torch.float16,))
     groups = quantize_int8(q, keys.group, "q")
     tokens = _check_caches(keys, values, groups.q.shape)
     shape = tuple(groups.q.shape[:-1])
     first = _limits(first, "first", tokens, shape)
     end = _limits(tokens if end is None else end, "end", tokens, shape)
     seen = _seen(first, end, tokens)
-    z = biased_logarithms(key_scores(groups, keys), groups.q.shape[-1], end=end, slope=slope)
+    z = biased_logarithms(key_logarithms(q, groups, keys), end=end, slope=slope)
     w = weights(z, reference(z, seen), seen)
     out = mix_values(w, values, planes=planes)
     return Attended(out, ~seen.any(-1), groups.nonfinite)
 
 
+def key_logarithms(q, groups: Int8Groups, keys: SpatialCache | TemporalCache | Int8Cache) -> torch.Tensor:
+    """Logarithms of all keys, i64 [..., B, T], without position biases.
+
+    Parameters
+    ----------
+    q : f16 [..., B, d]
+        Queries as they come: keys along time fold scales into them.
+    groups : Int8Groups
+        The same as INT8 groups of G along the head, for all other keys.
+    keys
+        Sinks are INT8 groups.
+    """
+    if isinstance(keys, TemporalCache):
+        return time_key_logarithms(q, groups, keys)
+    return score_logarithms(key_scores(groups, keys), groups.q.shape[-1])
+
+
 def key_scores(queries: Int8Groups, keys: SpatialCache | Int8Cache) -> torch.Tensor:
-    """Scores of queries with all keys, as the linear array adds them up, f32 [..., B, T].
+    """Scores of queries with keys along the head, as the linear array adds them up, f32 [..., B, T].
 
     Parameters
     ----------
@@ -118,27 +136,26 @@ def key_scores(queries: Int8Groups, keys: SpatialCache | Int8Cache) -> torch.Ten
         codes, scale, coefficient = keys.codes, keys.scale.clone(), keys.coefficient.clone()
         int8 = torch.zeros(codes.shape, dtype=torch.int8)
         int8[..., :sinks, :], scale[..., :sinks, :], coefficient[..., :sinks, :] = keys.sink, keys.sink_scale, INT8
-    return _products(queries, codes, scale, coefficient, int8, group=keys.group)
+    return array_products(queries, codes, scale, coefficient, int8, group=keys.group)
 
 
-def biased_logarithms(scores: torch.Tensor, head_dim: int, *, end: torch.Tensor, slope=None) -> torch.Tensor:
-    """Logarithms of keys, i64 [..., B, T], from scores f32 [..., B, T].
+def biased_logarithms(z: torch.Tensor, *, end: torch.Tensor, slope=None) -> torch.Tensor:
+    """Logarithms i64 [..., B, T] less what position biases take, at most `LOG_LIMIT` in magnitude.
 
     Parameters
     ----------
-    scores, head_dim
-        See `kvant.golden.attention.softmax.score_logarithms`.
+    z : i64 [..., B, T]
+        At most twice `LOG_LIMIT` in magnitude.
     end : i64 [..., B]
         The token behind the last one that a query sees.
     slope : f16, broadcastable to [..., B], optional
         See `attend`. What lies at or behind *end* has no meaning.
     """
-    z = score_logarithms(scores, head_dim)
-    if slope is None:
-        return z
-    slope = as_tensor(slope, "slope", (torch.float16,)).expand(end.shape)
-    distance = (end[..., None] - 1 - torch.arange(z.shape[-1])).clamp_(min=0)
-    return (z - distance_logarithms(slope[..., None], distance)).clamp_(-LOG_LIMIT, LOG_LIMIT)
+    if slope is not None:
+        slope = as_tensor(slope, "slope", (torch.float16,)).expand(end.shape)
+        distance = (end[..., None] - 1 - torch.arange(z.shape[-1])).clamp_(min=0)
+        z = z - distance_logarithms(slope[..., None], distance)
+    return z.clamp(-LOG_LIMIT, LOG_LIMIT)
 
 
 def mix_values(w: torch.Tensor, values: TemporalCache | Int8Cache, *, planes: int = 1) -> torch.Tensor:
@@ -192,7 +209,7 @@ def window_groups(w: torch.Tensor, *, windows: int, sinks: int, group: int, plan
 
 def window_sums(groups: Int8Groups, values: TemporalCache) -> torch.Tensor:
     """Sums of values in windows under a plane of `window_groups`, as the linear array gives them, f32 [..., B, d]."""
-    return _products(groups, values.codes.mT, values.scale.mT, values.coefficient.mT, None, group=values.group)
+    return array_products(groups, values.codes.mT, values.scale.mT, values.coefficient.mT, None, group=values.group)
 
 
 def windows_total(groups: Int8Groups, group: int) -> torch.Tensor:
@@ -219,14 +236,16 @@ def staged_sums(w: torch.Tensor, values: TemporalCache) -> torch.Tensor:
 def float64_attention(q, keys, values, *, first=0, end=None, slope=None) -> torch.Tensor:
     """Attention in float64 over what the caches hold, f64 [..., B, d]: what the hardware is measured against.
 
-    Parameters are those of `attend`; a query that sees no key gives 0.
+    Parameters are those of `attend`; a query that sees no key gives 0. Queries over keys along time are taken as the
+    port takes them, others as INT8 groups.
     """
+    q = as_tensor(q, "q", (torch.float16,))
     groups = quantize_int8(q, keys.group, "q")
     tokens = _check_caches(keys, values, groups.q.shape)
     shape, head_dim = tuple(groups.q.shape[:-1]), groups.q.shape[-1]
     end = _limits(tokens if end is None else end, "end", tokens, shape)
     seen = _seen(_limits(first, "first", tokens, shape), end, tokens)
-    queries = int8_rows(groups.q, groups.scale, keys.group).to(torch.float64)
+    queries = used_queries(q, groups, keys).to(torch.float64)
     scores = queries @ keys.dequantize().to(torch.float64).mT / math.sqrt(head_dim)
     if slope is not None:
         distance = end[..., None] - 1 - torch.arange(tokens)
@@ -236,28 +255,43 @@ def float64_attention(q, keys, values, *, first=0, end=None, slope=None) -> torc
     return scores.softmax(-1).nan_to_num(0.0) @ values.dequantize().to(torch.float64)
 
 
+def used_queries(q, groups: Int8Groups, keys: SpatialCache | TemporalCache | Int8Cache) -> torch.Tensor:
+    """Queries f32 [..., B, d] as they meet the keys, before scales are folded into them; see `key_logarithms`."""
+    if isinstance(keys, TemporalCache):
+        return port_rule(q).to(torch.float32)
+    return int8_rows(groups.q, groups.scale, keys.group)
+
+
 def _check_caches(keys, values, shape: torch.Size) -> int:
     """The number of tokens, or a refusal; *shape* is that of the queries."""
-    if not isinstance(keys, SpatialCache | Int8Cache):
-        raise TensorError(f"keys: {type(keys).__name__}; legal is SpatialCache or Int8Cache")
+    if not isinstance(keys, SpatialCache | TemporalCache | Int8Cache):
+        raise TensorError(f"keys: {type(keys).__name__}; legal is SpatialCache, TemporalCache or Int8Cache")
     if not isinstance(values, TemporalCache | Int8Cache):
         raise TensorError(f"values: {type(values).__name__}; legal is TemporalCache or Int8Cache")
     if len(shape) < 2:
         raise TensorError(f"q: shape {tuple(shape)}; legal is [..., B, d]")
-    rows = keys.q if isinstance(keys, Int8Cache) else keys.codes
-    check_shape(rows, "keys", (*shape[:-2], rows.shape[-2], shape[-1]))
-    tokens = rows.shape[-2]
-    if values.group != keys.group:
-        raise TensorError(f"values: groups of {values.group}; legal is {keys.group}, as keys have")
-    if isinstance(values, Int8Cache):
-        check_shape(values.q, "values", tuple(rows.shape))
-        return tokens
-    held = values.codes.shape[-2] + values.staged.shape[-2]
-    if values.coefficient.shape != values.scale.shape or values.offset.any():
+    expected = (*shape[:-2], token_count(keys), shape[-1])
+    for cache, name in ((keys, "keys"), (values, "values")):
+        if cache.group != keys.group:
+            raise TensorError(f"{name}: groups of {cache.group}; legal is {keys.group}, as keys have")
+        if isinstance(cache, TemporalCache):
+            found = (*cache.scale.shape[:-2], token_count(cache), cache.scale.shape[-1])
+        else:
+            found = tuple((cache.q if isinstance(cache, Int8Cache) else cache.codes).shape)
+        if found != expected:
+            raise TensorError(f"{name}: tokens of shape {found}; legal is {expected}")
+    if isinstance(values, TemporalCache) and (values.coefficient.shape != values.scale.shape or values.offset.any()):
         raise TensorError("values: an offset or a shared coefficient; legal is neither")
-    if (*values.scale.shape[:-2], held, values.scale.shape[-1]) != tuple(rows.shape):
-        raise TensorError(f"values: {held} tokens of shape {tuple(values.scale.shape)}; legal is {tuple(rows.shape)}")
-    return tokens
+    if isinstance(keys, TemporalCache) and keys.coefficient.shape != (*keys.scale.shape[:-1], 1):
+        raise TensorError("keys: a coefficient for every channel; legal along time is one a window")
+    return expected[-2]
+
+
+def token_count(cache: SpatialCache | TemporalCache | Int8Cache) -> int:
+    """The number of tokens of a cache."""
+    if isinstance(cache, TemporalCache):
+        return cache.codes.shape[-2] + cache.staged.shape[-2]
+    return (cache.q if isinstance(cache, Int8Cache) else cache.codes).shape[-2]
 
 
 def _limits(value, name: str, tokens: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -274,17 +308,6 @@ def _seen(first: torch.Tensor, end: torch.Tensor, tokens: int) -> torch.Tensor:
     """The keys that queries see, bool [..., B, T]."""
     token = torch.arange(tokens)
     return (token >= first[..., None]) & (token < end[..., None])
-
-
-def _products(
-    x: Int8Groups, codes: torch.Tensor, scale: torch.Tensor, coefficient: torch.Tensor, int8, *, group: int
-) -> torch.Tensor:
-    """Outputs of the linear array, f32 [..., B, N], head by head: weights u8 [..., N, K] and what belongs to them."""
-    leading = x.q.shape[:-2]
-    planes = [x.q, x.scale, codes, scale, coefficient] + ([] if int8 is None else [int8])
-    heads = zip(*(plane.reshape(-1, *plane.shape[-2:]) for plane in planes), strict=True)
-    y = [multiply(q, s, QuantizedWeights(*weights, *[None] * (int8 is None), group)) for q, s, *weights in heads]
-    return torch.stack(y).reshape(*leading, *y[0].shape)
 
 
 def _weighted(w: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The integer chain over caches along time: folded INT8 queries, INT8 attention weights, integer dot products.
 
-Source: docs/numerics.md, "Keys along time". Per window the query becomes an INT8 group of ``fp16(q * s)``, so that one
-integer dot product with the codes' levels gives the score; the offsets enter once per window through the query folded
+Source: docs/numerics.md, "Attention engine". Per window the query becomes INT8 groups of ``fp16(q * s)``, so that
+integer dot products with the codes' levels give the score; the offsets enter once per window through the query folded
 with the staging scales, which is also the query of the staged rows. Weights are INT8 groups of a window each, of the
 open window, and of the sinks.
 """
@@ -14,7 +14,7 @@ from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import MantTime, by_kv_head, causal_mask, spans, to_port
 from kvant.golden.kvcache.temporal import Staging, TemporalCache
 from kvant.golden.numeric.codes import LARGEST_COEFFICIENT, decode, largest_level
-from kvant.golden.numeric.rounding import fp16
+from kvant.golden.numeric.rounding import FP16_MAX, fp16
 from kvant.golden.numeric.tensors import to_groups
 
 WEIGHT_SCALE = 2.0**15
@@ -84,12 +84,12 @@ class _Contents:
     def scores(self, q: torch.Tensor, last: int, full: int) -> torch.Tensor:
         """``q . k`` f32 [H, R, n, last] of fp16 queries [H, R, n, d]: *full* tokens in windows, the rest staged."""
         windows, sinks = full // self.group, min(self.sinks, last)
-        folded, unit = int8_group(q * self.staged_scale)
-        scores = [exact_dot(folded, self.staged[..., full:last, :].mT) * unit]
+        static = self._fold(q, self.staged_scale)
+        scores = [self._products(static, self.staged[..., full:last, :])]
         if windows:
-            offsets = exact_dot(folded, self.offset[..., :windows, :].mT) * unit  # [H, R, n, W]
-            folded, unit = int8_group(q[..., None, :, :] * self.scale[..., :windows, None, :])  # [H, R, W, n, d]
-            products = exact_dot(folded, self.levels[..., :windows, :, :].mT) * unit + offsets.mT[..., None]
+            offsets = self._products(static, self.offset[..., :windows, :])  # [H, R, n, W]
+            folded = self._fold(q[..., None, :, :], self.scale[..., :windows, None, :])  # [H, R, W, n, ...]
+            products = self._products(folded, self.levels[..., :windows, :, :]) + offsets.mT[..., None]
             scores.insert(0, products.transpose(-3, -2).flatten(-2))
         scores = torch.cat(scores, dim=-1)
         q, unit = int8_group(to_groups(q, self.group))  # [H, R, n, d/G, G]
@@ -98,6 +98,18 @@ class _Contents:
         unit = unit.transpose(-3, -2) * self.sink_scale[..., :sinks, :].mT[..., None, :]
         scores[..., :sinks] = (products * unit).sum(-3)
         return scores
+
+    def _fold(self, q: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [..., n, d] with scales folded in, as `kvant.golden.attention.time_keys.folded_queries` makes them:
+        INT8 groups f32 [..., n, d/G, G] and scales [..., n, d/G, 1].
+        """
+        return int8_group(to_groups((q * scale).clamp(-FP16_MAX, FP16_MAX), self.group))
+
+    def _products(self, folded: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Sums f32 [..., n, N] with rows of integers [..., N, d]: the float32 chain over the groups of the head."""
+        q, unit = folded
+        rows = to_groups(rows, self.group)
+        return sum(exact_dot(q[..., g, :], rows[..., g, :].mT) * unit[..., g, :] for g in range(rows.shape[-2]))
 
     def mix(self, weights: torch.Tensor, full: int) -> torch.Tensor:
         """Mean of the values f32 [H, R, n, d] under fp16 weights [H, R, n, last], which need not sum to 1."""

@@ -1,20 +1,30 @@
 """Attention over M-ANT and INT8 caches: two jobs of the linear path with a softmax between."""
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal
-from amaranth.lib import data, memory, stream, wiring
+from amaranth.lib import data, enum, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.cache_reader import CacheReader, word_port
-from kvant.hw.attention.layouts import index_range
+from kvant.hw.attention.offset_sums import OffsetSums
 from kvant.hw.attention.outputs import AttentionOutputs, attention_output
 from kvant.hw.attention.parameters import UNIT_BITS, X_SHIFT, AttentionParameters
-from kvant.hw.attention.score_softmax import QueryLimits, ScoreSoftmax
+from kvant.hw.attention.query_fold import QueryFold
+from kvant.hw.attention.query_memory import QueryMemory, query_port
+from kvant.hw.attention.score_softmax import ScoreSoftmax
 from kvant.hw.attention.value_rows import ValueRows, row_port
 from kvant.hw.attention.weight_planes import WeightPlanes
 from kvant.hw.attention.weight_sum import WeightSum
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS
 from kvant.hw.linear.engine import LinearEngine
 from kvant.hw.linear.parameters import ceil_div
+
+
+class KeyFormat(enum.Enum, shape=2):
+    """How keys are cached: M-ANT groups along the head, INT8 rows, M-ANT groups along time."""
+
+    MANT = 0
+    INT8 = 1
+    MANT_TIME = 2
 
 
 def attention_command(p: AttentionParameters) -> data.StructLayout:
@@ -26,8 +36,10 @@ def attention_command(p: AttentionParameters) -> data.StructLayout:
     tokens : 1 .. p.tokens
         Keys in the cache.
     sinks : 0 .. the lesser of p.sinks and `tokens`
-    int8_keys, int8_values : 1
-        The cache holds INT8 rows.
+    key_format
+        `KeyFormat`; along time only with `AttentionParameters.time_keys`.
+    int8_values : 1
+        The cache of values holds INT8 rows.
     head : 8
         For whoever serves the streams; not used here.
     """
@@ -36,110 +48,11 @@ def attention_command(p: AttentionParameters) -> data.StructLayout:
             "queries": range(p.queries + 1),
             "tokens": range(p.tokens + 1),
             "sinks": range(p.sinks + 2),
-            "int8_keys": 1,
+            "key_format": KeyFormat,
             "int8_values": 1,
             "head": 8,
         }
     )
-
-
-def query_port(p: AttentionParameters) -> data.StructLayout:
-    """Payload of the queries: `x_lanes` fp16 elements; `user`, read with a query's first transfer: its limits."""
-    return data.StructLayout({"data": data.ArrayLayout(16, p.x_lanes), "user": QueryLimits(p)})
-
-
-class QueryMemory(wiring.Component):
-    """Takes queries row by row and sends them group by group of the head, as a job of the linear path wants them.
-
-    Members
-    -------
-    start : in
-        Takes `count` queries, and then sends them.
-    count : in
-    q : in stream
-        `query_port`; surplus lanes of a row's last transfer are passed on.
-    limits : out, array of `QueryLimits`
-    loaded : out
-        All queries are in; low from `start` on.
-    send : in
-        Sends them, while `loaded`.
-    x : out stream
-        For each group, for each query: its transfers.
-    """
-
-    def __init__(self, p: AttentionParameters):
-        self.p = p
-        super().__init__(
-            {
-                "start": In(1),
-                "count": In(range(p.queries + 1)),
-                "q": In(stream.Signature(query_port(p))),
-                "limits": Out(QueryLimits(p)).array(p.queries),
-                "loaded": Out(1),
-                "send": In(1),
-                "x": Out(stream.Signature(data.StructLayout({"data": data.ArrayLayout(16, p.x_lanes)}))),
-            }
-        )
-
-    def elaborate(self, platform):
-        p = self.p
-        m = Module()
-        transfers = ceil_div(p.head_dim, p.x_lanes)
-        query_bits = (p.queries - 1).bit_length()
-        # Written before `send`, read after it.
-        m.submodules.words = words = memory.Memory(
-            shape=16 * p.x_lanes,
-            depth=max(2, ((transfers - 1) << query_bits) + p.queries),
-            init=[],
-            attrs={"no_rw_check": 1},
-        )
-        write, read = words.write_port(), words.read_port()
-        loading = Signal()
-        query, place = Signal(index_range(p.queries)), Signal(index_range(transfers))
-        row_end = place == transfers - 1
-        take = self.q.valid & self.q.ready
-        m.d.comb += [
-            self.q.ready.eq(loading),
-            write.addr.eq(Cat(query[:query_bits], place)),
-            write.data.eq(self.q.payload.data),
-            write.en.eq(take),
-        ]
-        with m.If(self.start):
-            m.d.sync += [loading.eq(1), self.loaded.eq(0), query.eq(0), place.eq(0)]
-        with m.Elif(take):
-            m.d.sync += place.eq(Mux(row_end, 0, place + 1))
-            with m.If(row_end):
-                m.d.sync += query.eq(query + 1)
-                with m.If(query + 1 == self.count):
-                    m.d.sync += [loading.eq(0), self.loaded.eq(1)]
-        for number in range(p.queries):
-            with m.If(take & (place == 0) & (query == number)):
-                m.d.sync += self.limits[number].eq(self.q.payload.user)
-
-        # A word waits at the memory, one more at the port.
-        group_transfers = ceil_div(min(p.group, p.head_dim), p.x_lanes)
-        sending, fetched = Signal(), Signal()
-        number, first, offset = Signal.like(query), Signal.like(place), Signal(index_range(group_transfers))
-        group_end = offset == group_transfers - 1
-        round_end = group_end & (number + 1 == self.count)
-        moves = ~self.x.valid | self.x.ready
-        asks = sending & (~fetched | moves)
-        m.d.comb += [read.addr.eq(Cat(number[:query_bits], (first + offset)[: len(place)])), read.en.eq(asks)]
-        with m.If(self.send):
-            m.d.sync += [sending.eq(1), number.eq(0), first.eq(0), offset.eq(0)]
-        with m.Elif(asks):
-            m.d.sync += offset.eq(Mux(group_end, 0, offset + 1))
-            with m.If(group_end):
-                m.d.sync += number.eq(Mux(round_end, 0, number + 1))
-            with m.If(round_end):
-                m.d.sync += [first.eq(first + group_transfers), sending.eq(first + group_transfers < transfers)]
-        with m.If(asks):
-            m.d.sync += fetched.eq(1)
-        with m.Elif(moves):
-            m.d.sync += fetched.eq(0)
-        with m.If(moves):
-            m.d.sync += [self.x.valid.eq(fetched), self.x.payload.data.eq(read.data)]
-        return m
 
 
 class AttentionEngine(wiring.Component):
@@ -168,7 +81,8 @@ class AttentionEngine(wiring.Component):
     q : in stream
         `query_port`: the command's queries, row by row.
     keys : in stream
-        `word_port`: blocks of sinks, then pages or INT8 blocks of keys.
+        `word_port`: blocks of sinks, then pages or INT8 blocks of keys. Along time: the static scales, INT8 blocks of
+        the open window, blocks of sinks, then pages.
     values : in stream
         `word_port`: pages of complete windows; nothing with `int8_values`.
     rows : in stream
@@ -205,7 +119,7 @@ class AttentionEngine(wiring.Component):
         m = Module()
         m.submodules.queries = queries = QueryMemory(p)
         m.submodules.reader = reader = CacheReader(p)
-        m.submodules.linear = linear = LinearEngine(p.linear)
+        m.submodules.linear = linear = LinearEngine(p.linear, sets=p.time_keys)
         m.submodules.softmax = softmax = ScoreSoftmax(p)
         m.submodules.weight_sum = weight_sum = WeightSum(p)
         m.submodules.value_rows = rows = ValueRows(p)
@@ -228,7 +142,13 @@ class AttentionEngine(wiring.Component):
             return (value + ((1 << bits) - 1)) >> bits
 
         windows = Signal(range(p.tokens // p.group + 1), reset_less=True)
+        int8_keys = command.key_format == KeyFormat.INT8
+        time_keys = command.key_format == KeyFormat.MANT_TIME if p.time_keys else Const(0)
+        formats = [KeyFormat.MANT, KeyFormat.INT8, *([KeyFormat.MANT_TIME] if p.time_keys else [])]
         sink_blocks = Signal(range(p.sink_blocks + 2), reset_less=True)
+        # Of keys along time: windows, INT8 blocks of the open one.
+        key_windows = Signal.like(windows, reset_less=True)
+        staged_blocks = Signal(range(p.staged_blocks + 1), reset_less=True)
         key_tiles = Signal(range(ceil_div(p.tokens, p.cols) + 1), reset_less=True)
         key_pages = Signal.like(reader.job.payload.pages, reset_less=True)
         windowed = Signal.like(command.tokens, reset_less=True)
@@ -240,6 +160,7 @@ class AttentionEngine(wiring.Component):
             & (command.tokens <= p.tokens)
             & (command.sinks <= p.sinks)
             & (command.sinks <= command.tokens)
+            & Cat(command.key_format == one for one in formats).any()
         )
         groups = ceil_shift(command.tokens << head_bits, block_bits)
         m.d.sync += [
@@ -247,7 +168,9 @@ class AttentionEngine(wiring.Component):
             windowed.eq(Mux(command.int8_values, 0, Cat(Const(0, group_bits), command.tokens[group_bits:]))),
             sink_blocks.eq(ceil_shift(command.sinks << head_bits, block_bits)),
             key_tiles.eq(ceil_shift(command.tokens, column_bits)),
-            key_pages.eq(Mux(command.int8_keys, groups, ceil_shift(command.tokens, group_bits))),
+            key_pages.eq(Mux(int8_keys, groups, ceil_shift(command.tokens, group_bits))),
+            key_windows.eq(command.tokens >> group_bits),
+            staged_blocks.eq(Mux(time_keys, ceil_shift(command.tokens[:group_bits] << head_bits, block_bits), 0)),
         ]
         has_groups = Mux(command.int8_values, 1, command.sinks != 0)
         has_channels = ~command.int8_values & (windowed != command.tokens)
@@ -262,28 +185,30 @@ class AttentionEngine(wiring.Component):
         reads, multiplies = Signal(), Signal()  # a job is offered
         reads_values = Signal()
         job = linear.cmd.payload.data
+        last_tiles = Mux(time_keys, key_windows * p.window_tiles, key_tiles)
         m.d.comb += [
             reader.job.valid.eq(reads),
             reader.job.payload.values.eq(reads_values),
-            reader.job.payload.int8.eq(command.int8_keys),
-            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, sink_blocks)),
-            reader.job.payload.pages.eq(Mux(reads_values, windows, key_pages)),
+            reader.job.payload.int8.eq(int8_keys),
+            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, sink_blocks + staged_blocks)),
+            reader.job.payload.pages.eq(Mux(reads_values, windows, Mux(time_keys, key_windows, key_pages))),
             reader.job.payload.tiles.eq(key_tiles),
             linear.cmd.valid.eq(multiplies),
             job.tokens.eq(Mux(values, command.queries * p.weight_planes, command.queries)),
             job.groups.eq(Mux(values, windows, p.head_groups)),
             job.tail.eq(Mux(values, p.group, p.head_tail)),
-            job.tiles.eq(Mux(values, p.value_tiles, sink_blocks * p.key_tiles + key_tiles)),
+            job.tiles.eq(Mux(values, p.value_tiles, (sink_blocks + staged_blocks) * p.key_tiles + last_tiles)),
             job.last_cols.eq(
                 Mux(
                     values,
                     p.head_dim - (p.value_tiles - 1) * p.cols,
-                    (command.tokens - 1)[:column_bits] + 1 if column_bits else 1,
+                    Mux(time_keys, p.cols, (command.tokens - 1)[:column_bits] + 1 if column_bits else 1),
                 )
             ),
             job.interleave.eq(Mux(values, p.value_tiles, p.key_tiles)),
         ]
 
+        folded_nonfinite = Signal()  # sticky
         start, second, output = Signal(), Signal(), Signal()  # first pass, second pass, end of the command
 
         # Streams of the linear path go with the job.
@@ -299,11 +224,52 @@ class AttentionEngine(wiring.Component):
                 planes.xq.eq(xq.payload),
             ]
             weights = planes.o
+        asked = queries.x  # what the key job asks for
+        sends = Signal()  # they may be sent
+        fold_flags = []
+        if p.time_keys:
+            m.submodules.fold = fold = QueryFold(p)
+            m.submodules.offsets = offsets = OffsetSums(p)
+            asked = fold.o
+            wiring.connect(m, reader.channel_words, fold.channel_words)
+            wiring.connect(m, queries.x, fold.i)
+            m.d.comb += [
+                reader.job.payload.time.eq(time_keys & ~reads_values),
+                fold.start.eq(start),
+                fold.time.eq(time_keys),
+                fold.with_sinks.eq(command.sinks != 0),
+                fold.windows.eq(key_windows),
+                fold.go.eq(sends),
+                fold.kept.eq(offsets.kept),
+                fold.scored.eq(softmax.window_scored),
+                queries.send.eq(fold.send),
+                offsets.start.eq(start),
+                offsets.count.eq(command.queries),
+                offsets.valid.eq(xq.valid & ~values),
+                offsets.xq.eq(xq.payload),
+                offsets.enable.eq(fold.enable),
+                offsets.i_valid.eq(fold.window_valid),
+                *(
+                    getattr(offsets, name).eq(getattr(fold, name))
+                    for name in ("query", "place", "group_last", "window")
+                ),
+                offsets.offsets.eq(fold.offsets),
+                softmax.time.eq(time_keys),
+                softmax.staged_tiles.eq(staged_blocks * p.key_tiles),
+                softmax.offset_valid.eq(offsets.o_valid),
+                softmax.offset.eq(offsets.o),
+            ]
+            self._connect_sets(m, linear, start, values, time_keys, staged_blocks, sink_blocks, key_windows)
+            fold_flags = [fold.error]
+            with m.If(fold.nonfinite):
+                m.d.sync += folded_nonfinite.eq(1)
+        else:
+            m.d.comb += queries.send.eq(sends)
         m.d.comb += [
-            x.valid.eq(Mux(values, weights.valid, queries.x.valid)),
-            x.payload.eq(Mux(values, weights.payload.as_value(), queries.x.payload.as_value())),
+            x.valid.eq(Mux(values, weights.valid, asked.valid)),
+            x.payload.eq(Mux(values, weights.payload.as_value(), asked.payload.as_value())),
             weights.ready.eq(x.ready & values),
-            queries.x.ready.eq(x.ready & ~values),
+            asked.ready.eq(x.ready & ~values),
             softmax.y.valid.eq(y.valid & ~values),
             outputs.y.valid.eq(y.valid & values),
             softmax.y.payload.eq(y.payload),
@@ -385,7 +351,7 @@ class AttentionEngine(wiring.Component):
                 m.next = "QUERIES"
             with m.State("QUERIES"):
                 with m.If(queries.loaded):
-                    m.d.comb += queries.send.eq(1)
+                    m.d.comb += sends.eq(1)
                     m.next = "SCORES"
             with m.State("SCORES"):
                 with m.If(softmax.scored & ~outputting):
@@ -396,7 +362,28 @@ class AttentionEngine(wiring.Component):
                 with m.If((outputs.summed | (windows == 0)) & rows.done):
                     m.d.comb += output.eq(1)
                     m.next = "COMMAND"
-        m.d.comb += [self.nonfinite.eq(linear.nonfinite), self.busy_cycles.eq(linear.busy_cycles)]
-        with m.If(linear.error | refused | rows.error):
+        m.d.comb += [
+            self.nonfinite.eq(linear.nonfinite | folded_nonfinite),
+            self.busy_cycles.eq(linear.busy_cycles),
+        ]
+        with m.If(Cat(linear.error, refused, rows.error, *fold_flags).any()):
             m.d.sync += self.error.eq(1)
         return m
+
+    def _connect_sets(self, m: Module, linear, start, values, time_keys, staged_blocks, sink_blocks, windows):
+        """Which blocks of tiles of the key job meet which set of queries."""
+        p = self.p
+        of_staged, of_sinks = Signal(), Signal()
+        m.d.comb += [
+            linear.sets.eq(Mux(values | ~time_keys, 1, 1 + (sink_blocks != 0) + windows)),
+            linear.skip.eq(staged_blocks == 0),
+            linear.set_blocks.eq(
+                Mux(of_staged, staged_blocks, Mux(of_sinks, sink_blocks, p.window_tiles // p.key_tiles))
+            ),
+        ]
+        with m.If(start):
+            m.d.sync += [of_staged.eq(staged_blocks != 0), of_sinks.eq(sink_blocks != 0)]
+        with m.Elif(linear.next_set):
+            m.d.sync += of_staged.eq(0)
+            with m.If(~of_staged):
+                m.d.sync += of_sinks.eq(0)

@@ -12,14 +12,19 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.numeric.floating import (
     FP16_LSB,
+    FP16_MANTISSA,
     FP32_BIAS,
     FP32_MANTISSA,
     Pipeline,
     leading_zeros,
     round_to_fp32,
     shift_left,
+    shift_right_sticky,
 )
 from kvant.hw.parameters import check_integer
+
+FP16_INFINITY = 0x7C00
+"""The infinity of fp16; numbers from here on are not finite."""
 
 SHIFT_CYCLES = 2
 """Cycles of `shift_up`."""
@@ -214,4 +219,65 @@ class FloatFromInteger(wiring.Component):
         cut = max(0, self.width - FP32_MANTISSA)
         kept = Cat(normal[:cut] & ~truncate.replicate(cut), normal[cut:])
         m.d.comb += self.y.eq(register(round_to_fp32(kept, exponent, sign, nonzero), "rounded"))
+        return m
+
+
+class HalfProduct(wiring.Component):
+    """``fp16(a * b)``, rounded once, ties to even; subnormals are taken and kept, overflow becomes +-65504.
+
+    Attributes
+    ----------
+    latency : int
+        Cycles from a and b to the product, a register. One per cycle.
+
+    Members
+    -------
+    a, b : in
+        fp16, finite; the sign of b is ignored.
+    product : out
+        fp16 with the sign of a.
+    """
+
+    latency = 6
+    _most_shift = FP16_MANTISSA + 2  # everything is less than half of the least number then
+
+    def __init__(self):
+        super().__init__({"a": In(16), "b": In(16), "product": Out(16)})
+
+    def elaborate(self, platform):
+        m = Module()
+        register = Pipeline(m).register
+
+        # Mantissas and exponents, a subnormal with exponent 1.
+        mantissas, exponents = [], []
+        for number in (self.a, self.b):
+            normal = number[10:15].any()
+            mantissas.append(register(Cat(number[:10], normal), "mantissa"))
+            exponents.append(Cat(number[10] | ~normal, number[11:15]))
+        product = register(mantissas[0] * mantissas[1], "product")
+        places = register(exponents[0] + exponents[1], "places", cycles=2)
+
+        # Normalised: its first one is worth 2^(exponent - 15), were there no least exponent.
+        width = 2 * FP16_MANTISSA
+        zeros = leading_zeros(m, product)
+        exponent = Signal(signed(8))
+        m.d.comb += exponent.eq(places - 14 - zeros)
+        normal = register(shift_left(m, product, zeros), "normal")
+        subnormal = exponent < 1
+        short = Signal(range(self._most_shift + 1))
+        m.d.comb += short.eq(Mux(subnormal, Mux(exponent < 1 - self._most_shift, self._most_shift, 1 - exponent), 0))
+        short = register(short, "short")
+        exponent = register(Mux(subnormal, 0, exponent)[:6], "exponent")
+
+        # Shifted down where the least exponent is larger.
+        shifted, sticky = shift_right_sticky(m, normal, short)
+        shifted, sticky = register(shifted, "shifted"), register(sticky, "sticky")
+        exponent = register(exponent, "exponent")
+        cut = width - FP16_MANTISSA
+        kept, half, rest = shifted[cut:], shifted[cut - 1], shifted[: cut - 1].any() | sticky
+        rounded = register(Cat(kept[: FP16_MANTISSA - 1], exponent) + (half & (rest | kept[0])), "rounded")
+        nonzero = register(product.any(), "nonzero", cycles=3)
+        sign = register(self.a[15], "sign", cycles=5)
+        magnitude = Mux(nonzero, Mux(rounded >= FP16_INFINITY, FP16_INFINITY - 1, rounded), 0)
+        m.d.comb += self.product.eq(register(Cat(magnitude[:15], sign), "half_product"))
         return m

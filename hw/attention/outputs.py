@@ -1,6 +1,6 @@
 """Outputs of attention: the array's sums, those of INT8 rows, and the reciprocal of the sum of all weights."""
 
-from amaranth.hdl import Array, Cat, Const, EnableInserter, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, EnableInserter, Module, Mux, Signal, Value, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -107,22 +107,24 @@ class AttentionOutputs(wiring.Component):
     def elaborate(self, platform):
         p, d = self.p, self.p.head_dim
         m = Module()
-        element_bits, query_bits = (d - 1).bit_length(), (p.queries - 1).bit_length()
-        # Written by the value job, then read and written at a distance by the passes.
-        m.submodules.sums = sums = memory.Memory(
-            shape=32, depth=max(2, ((p.queries - 1) << element_bits) + d), init=[], attrs={"no_rw_check": 1}
-        )
-        write, read = sums.write_port(), sums.read_port()
+        # A word holds what all units of the array give in a cycle. Written by the value job, then read and written at a
+        # distance by the passes.
+        units, words = p.linear.units, p.value_tiles * p.linear.unit_cols
+        shape, depth = data.ArrayLayout(32, units), ((p.queries - 1) << (words - 1).bit_length()) + words
+        m.submodules.sums = sums = memory.Memory(shape=shape, depth=max(2, depth), init=[], attrs={"no_rw_check": 1})
+        write, read = sums.write_port(granularity=1), sums.read_port()
         second_write = None
         if p.weight_planes > 1:
-            m.submodules.second = second = memory.Memory(shape=32, depth=sums.depth, init=[], attrs={"no_rw_check": 1})
+            m.submodules.second = second = memory.Memory(
+                shape=shape, depth=sums.depth, init=[], attrs={"no_rw_check": 1}
+            )
             second_write, second_read = second.write_port(), second.read_port()
         m.submodules.inverses = inverses = memory.Memory(
             shape=32, depth=max(2, p.queries), init=[], attrs={"no_rw_check": 1}
         )
         inverse_write, inverse_read = inverses.write_port(), inverses.read_port()
         inverted = Signal()
-        self._collect(m, write, second_write, element_bits, query_bits)
+        self._collect(m, write, second_write)
         self._invert(m, inverse_write, inverted)
 
         m.submodules.queue = queue = OutputQueue(attention_output())
@@ -236,12 +238,17 @@ class AttentionOutputs(wiring.Component):
 
         # The sum with what waits in the memory; without windows, not before a first pass has been.
         waiting = self.has_sums | (outputs & self.has_groups)
-        address = Cat(element[:element_bits], query[:query_bits])
-        addresses = [address]
+        address, unit = self._place(element, query)
+        addresses, unit_numbers = [address], [unit]
         for _ in range(self._sum):
             addresses.append(register(addresses[-1], "address"))
+            unit_numbers.append(register(unit_numbers[-1], "unit"))
         look = self._number - 2
         present = register(waiting, "present", cycles=look + 1)
+
+        def of_unit(word):
+            return choose([word[k] for k in range(units)], unit_numbers[look + 1])
+
         m.submodules.adder = EnableInserter(advance)(adder := FloatAdder())
         added = convert.y
         if p.weight_planes > 1:
@@ -250,17 +257,21 @@ class AttentionOutputs(wiring.Component):
                 second_read.en.eq(advance & pipeline.valid(valid & planes, cycles=look)),
             ]
             of_planes = register(planes, "of_planes", cycles=self._number)
-            added = Mux(of_planes, register(second_read.data, "second"), convert.y)
+            added = Mux(of_planes, register(of_unit(second_read.data), "second"), convert.y)
         m.d.comb += [
             read.addr.eq(addresses[look]),
             read.en.eq(advance & pipeline.valid(valid, cycles=look)),
             adder.a.eq(added),
-            adder.b.eq(register(Mux(present, read.data, 0), "waiting")),
+            adder.b.eq(register(Mux(present, of_unit(read.data), 0), "waiting")),
         ]
         sum_ = register(adder.y, "sum")
         of_first = advance & pipeline.valid(valid & ~outputs, cycles=self._sum)
         with m.If(of_first):
-            m.d.comb += [write.addr.eq(addresses[-1]), write.data.eq(sum_), write.en.eq(1)]
+            m.d.comb += [
+                write.addr.eq(addresses[-1]),
+                *(number.eq(sum_) for number in write.data),
+                write.en.eq(1 << unit_numbers[-1]),
+            ]
 
         # The product with the reciprocal.
         look = self._sum - 2
@@ -279,45 +290,52 @@ class AttentionOutputs(wiring.Component):
         ]
         return m
 
-    def _collect(self, m: Module, write, second_write, element_bits: int, query_bits: int):
-        """Outputs of the value job into the memories, one per cycle: tile, plane, query, step, unit."""
+    def _place(self, element: Value, query: Value) -> tuple[Value, Value]:
+        """Word of the memories that holds an element of a query, and the unit of the array that gave it."""
         p, linear = self.p, self.p.linear
-        unit, step = Signal(range(max(2, linear.units))), Signal(range(max(2, linear.unit_cols)))
-        query, tile = Signal(index_range(p.queries)), Signal(range(max(2, p.value_tiles)))
-        unit_end = unit == linear.units - 1
-        step_end = unit_end & (step == linear.unit_cols - 1)
+        step_bits, unit_bits = (linear.unit_cols - 1).bit_length(), (linear.units - 1).bit_length()
+        element_bits = (p.value_tiles * p.cols - 1).bit_length()
+        whole = Cat(element, Const(0, element_bits))[:element_bits]
+        word = Cat(whole[:step_bits], whole[step_bits + unit_bits :], query[: (p.queries - 1).bit_length()])
+        return word, whole[step_bits : step_bits + unit_bits]
+
+    def _collect(self, m: Module, write, second_write):
+        """Outputs of the value job into the memories, those of all units in a cycle: tile, plane, query, step."""
+        p, linear = self.p, self.p.linear
+        step, query = Signal(range(max(2, linear.unit_cols))), Signal(index_range(p.queries))
+        tile = Signal(range(max(2, p.value_tiles)))
+        step_end = step == linear.unit_cols - 1
         second = Signal()  # plane
         plane_end = step_end & (query + 1 == self.count)
         tile_end = plane_end if second_write is None else plane_end & second
         y = self.y.payload
-        column = Cat(step[: (linear.unit_cols - 1).bit_length()], unit[: (linear.units - 1).bit_length()])
-        element = Signal(range(p.value_tiles * p.cols + 1))
-        number = Array(y.data[k] for k in range(linear.units))[unit] if linear.units > 1 else y.data[0]
+        elements = []
+        for unit in range(linear.units):
+            column = Cat(step[: (linear.unit_cols - 1).bit_length()], Const(unit, (linear.units - 1).bit_length()))
+            elements.append(Cat(column, tile))
+        held = Cat(element < p.head_dim for element in elements)
         m.d.comb += [
-            self.y.ready.eq(unit_end),
-            element.eq(Cat(column, tile)),
-            write.addr.eq(Cat(element[:element_bits], query[:query_bits])),
-            write.data.eq(number),
-            write.en.eq(self.y.valid & ~second & (element < p.head_dim)),
+            self.y.ready.eq(1),
+            write.addr.eq(self._place(elements[0], query)[0]),
+            write.data.eq(y.data),
+            write.en.eq(held & (self.y.valid & ~second).replicate(linear.units)),
         ]
         if second_write is not None:
             m.d.comb += [
                 second_write.addr.eq(write.addr),
-                second_write.data.eq(number),
-                second_write.en.eq(self.y.valid & second & (element < p.head_dim)),
+                second_write.data.eq(y.data),
+                second_write.en.eq(self.y.valid & second),
             ]
             with m.If(self.start):
                 m.d.sync += second.eq(0)
             with m.Elif(self.y.valid & plane_end):
                 m.d.sync += second.eq(~second)
         with m.If(self.start):
-            m.d.sync += [unit.eq(0), step.eq(0), query.eq(0), tile.eq(0), self.summed.eq(0)]
+            m.d.sync += [step.eq(0), query.eq(0), tile.eq(0), self.summed.eq(0)]
         with m.Elif(self.y.valid):
-            m.d.sync += unit.eq(Mux(unit_end, 0, unit + 1))
-            with m.If(unit_end):
-                m.d.sync += step.eq(Mux(step_end, 0, step + 1))
-                with m.If(y.last):
-                    m.d.sync += self.summed.eq(1)
+            m.d.sync += step.eq(Mux(step_end, 0, step + 1))
+            with m.If(y.last):
+                m.d.sync += self.summed.eq(1)
             with m.If(step_end):
                 m.d.sync += query.eq(Mux(plane_end, 0, query + 1))
             with m.If(tile_end):

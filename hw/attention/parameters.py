@@ -50,6 +50,10 @@ class AttentionParameters(Parameters):
         2,
         description="INT8 groups that the weights of a window become in attention: one, or one more of what it leaves.",
     )
+    time_keys: bool = Field(
+        False,
+        description="Build attention for keys along time (M-ANT, one coefficient a window, offsets), too.",
+    )
     port_bits: Literal[32, 64, 128, 256, 512] = CacheParameters.model_fields["port_bits"]
 
     def check_attention(self) -> Self:
@@ -96,6 +100,11 @@ class AttentionParameters(Parameters):
                     f"capacity = {self.tokens} with queries = {self.queries}: needs {value} {name}, legal is 1 to "
                     f"{_LARGEST[name]}"
                 )
+        if self.time_keys and self.group * self.head_groups < BLOCK_GROUPS:
+            raise ParameterError(
+                f"group = {self.group}: legal with time_keys and ceil(head_dim / group) = {self.head_groups} are the "
+                f"powers of two from {BLOCK_GROUPS // self.head_groups}"
+            )
         self.linear  # noqa: B018 - its own checks
         return self
 
@@ -150,6 +159,21 @@ class AttentionParameters(Parameters):
         return ceil_div(self.sinks * self.head_groups, BLOCK_GROUPS)
 
     @property
+    def staged_blocks(self) -> int:
+        """Most INT8 blocks of the open window of keys along time."""
+        return ceil_div((self.group - 1) * self.head_groups, BLOCK_GROUPS) if self.time_keys else 0
+
+    @property
+    def window_tiles(self) -> int:
+        """Tiles of tokens of a window of keys along time."""
+        return self.group // self.cols
+
+    @property
+    def query_sets(self) -> int:
+        """Most sets of queries of a job: of keys along time one for every window, the sinks, and the open window."""
+        return 2 + self.tokens // self.group if self.time_keys else 1
+
+    @property
     def unit_words(self) -> int:
         """Words of the port that 16 bytes take: a plane of coefficients, a trailer."""
         return 8 * UNIT_BYTES // self.port_bits
@@ -162,11 +186,11 @@ class AttentionParameters(Parameters):
     @property
     def _sizes(self) -> dict[str, int]:
         """Sizes of the largest jobs."""
-        keys, values = self.head_groups, self.weight_planes * (self.tokens // self.group)
+        keys, values = self.query_sets * self.head_groups, self.weight_planes * (self.tokens // self.group)
         return {
             "accumulators": self.queries * max(self.key_tiles, self.weight_planes * self.value_tiles),
             "activation_words": self.queries * max(keys, values) * (self.group // self.rows),
-            "tiles": self.sink_blocks * self.key_tiles + ceil_div(self.tokens, self.cols),
+            "tiles": (self.sink_blocks + self.staged_blocks) * self.key_tiles + ceil_div(self.tokens, self.cols),
         }
 
     @cached_property

@@ -8,6 +8,7 @@ from kvant.hw.attention.cache_shape import WEIGHT_BITS
 from kvant.hw.attention.exponential import Exponential
 from kvant.hw.attention.floating import shift_up
 from kvant.hw.attention.layouts import index_range
+from kvant.hw.attention.offset_sums import OFFSET_FACTOR, WINDOWS_AHEAD, OffsetTerm
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.attention.scaler import LOG_FRACTION, LOG_LEAST, LOG_LIMIT, LOG_WIDTH, ScoreScaler, softmax_constant
 from kvant.hw.linear.activation_buffer import activation_input
@@ -27,6 +28,54 @@ MOST_EXPONENT = 9
 
 LEAST_EXPONENT = -54
 """With a smaller exponent every product of two mantissas is 0 as it is with this one."""
+
+
+class OffsetAddends(wiring.Component):
+    """What the offsets of keys along time add to the logarithms of a window: the sum over the groups of the head.
+
+    Parameters
+    ----------
+    p : AttentionParameters
+
+    Members
+    -------
+    valid, term, z : in
+        An `OffsetTerm` and its logarithm.
+    query, window : in
+    addend : out
+        Of this query and window, in the same cycle.
+    """
+
+    def __init__(self, p: AttentionParameters):
+        self.p = p
+        super().__init__(
+            {
+                "valid": In(1),
+                "term": In(OffsetTerm(p)),
+                "z": In(signed(LOG_WIDTH)),
+                "query": In(index_range(p.queries)),
+                "window": In(range(WINDOWS_AHEAD)),
+                "addend": Out(signed(LOG_WIDTH)),
+            }
+        )
+
+    def elaborate(self, platform):
+        p = self.p
+        m = Module()
+        # LUT memory: read, added and written in one cycle.
+        query_bits = (p.queries - 1).bit_length()
+        m.submodules.sums = sums = memory.Memory(shape=signed(LOG_WIDTH), depth=WINDOWS_AHEAD << query_bits, init=[])
+        write, read, look = sums.write_port(), sums.read_port(domain="comb"), sums.read_port(domain="comb")
+        where = Cat(self.term.query[:query_bits], self.term.window)
+        m.d.comb += [
+            read.addr.eq(where),
+            write.addr.eq(where),
+            write.data.eq(Mux(self.term.first, 0, read.data) + self.z),
+            write.en.eq(self.valid),
+            look.addr.eq(Cat(self.query[:query_bits], self.window)),
+            self.addend.eq(look.data),
+        ]
+        return m
 
 
 class QueryLimits(data.StructLayout):
@@ -150,6 +199,15 @@ class ScoreSoftmax(wiring.Component):
     row_weights : out stream
         For each row, for each query, the weight: of sinks, then of tokens behind the windows, where sinks have weight
         0; with `int8_values` of all tokens.
+
+    With `AttentionParameters.time_keys` also:
+
+    time, staged_tiles : in
+        Keys along time: the first tiles of the key job, so many, hold the open window, then come those of the sinks.
+    offset_valid, offset : in
+        An `OffsetTerm`; taken at once, it goes before a score.
+    window_scored : out
+        In this cycle the last score of a window is taken.
     """
 
     def __init__(self, p: AttentionParameters):
@@ -158,6 +216,13 @@ class ScoreSoftmax(wiring.Component):
         self.room = 32
         """Transfers that a queue holds, more than are under way."""
         self.latency = 1 + ScoreScaler.latency + 2
+        time_ports = {
+            "time": In(1),
+            "staged_tiles": In(range(p.staged_blocks * p.key_tiles + 1)),
+            "offset_valid": In(1),
+            "offset": In(OffsetTerm(p)),
+            "window_scored": Out(1),
+        }
         super().__init__(
             {
                 "start": In(1),
@@ -173,6 +238,7 @@ class ScoreSoftmax(wiring.Component):
                 "int8_values": In(1),
                 "x": Out(stream.Signature(activation_input(p.linear))),
                 "row_weights": Out(stream.Signature(WEIGHT_BITS)),
+                **(time_ports if p.time_keys else {}),
             }
         )
 
@@ -218,39 +284,54 @@ class ScoreSoftmax(wiring.Component):
         unit, step = Signal(range(max(2, linear.units))), Signal(range(max(2, linear.unit_cols)))
         query, tile = Signal(index_range(p.queries)), Signal(range(p.tokens // p.cols + 1))
         sink_tiles = Signal.like(self.sink_tiles)
-        of_sinks = sink_tiles != 0
+        staged_tiles, offset_valid = Const(0), Const(0)
+        if p.time_keys:
+            staged_tiles, offset_valid = Signal.like(self.staged_tiles), self.offset_valid
+        of_staged = staged_tiles != 0
+        of_sinks = ~of_staged & (sink_tiles != 0)
         unit_end = unit == linear.units - 1
         step_end = unit_end & (step == linear.unit_cols - 1)
         tile_end = step_end & (query + 1 == self.count)
         y = self.y.payload
-        m.d.comb += self.y.ready.eq(unit_end)
+        scores = self.y.valid & ~offset_valid
+        m.d.comb += self.y.ready.eq(unit_end & ~offset_valid)
         with m.If(self.start):
             m.d.sync += [unit.eq(0), step.eq(0), query.eq(0), tile.eq(0), sink_tiles.eq(self.sink_tiles)]
-        with m.Elif(self.y.valid):
+            if p.time_keys:
+                m.d.sync += staged_tiles.eq(Mux(self.time, self.staged_tiles, 0))
+        with m.Elif(scores):
             m.d.sync += unit.eq(Mux(unit_end, 0, unit + 1))
             with m.If(unit_end):
                 m.d.sync += step.eq(Mux(step_end, 0, step + 1))
             with m.If(step_end):
                 m.d.sync += query.eq(Mux(tile_end, 0, query + 1))
             with m.If(tile_end):
-                m.d.sync += tile.eq(Mux(of_sinks & (sink_tiles == 1), 0, tile + 1))
+                m.d.sync += tile.eq(Mux((of_sinks & (sink_tiles == 1)) | (staged_tiles == 1), 0, tile + 1))
                 with m.If(of_sinks):
                     m.d.sync += sink_tiles.eq(sink_tiles - 1)
+                if p.time_keys:
+                    with m.If(of_staged):
+                        m.d.sync += staged_tiles.eq(staged_tiles - 1)
         column = Cat(step[: (linear.unit_cols - 1).bit_length()], unit[: (linear.units - 1).bit_length()])
         token = Signal(token_bits + 1)
         score = Signal(32)
         m.d.comb += [token.eq(Cat(column, tile)), score.eq(y.data[0])]
+        group_bits = (p.group - 1).bit_length()
+        with m.If(of_staged):  # they stand behind the windows
+            m.d.comb += token.eq(Cat(Cat(column, tile)[:group_bits], self.tokens[group_bits:]))
         if linear.units > 1:
             m.d.comb += score.eq(Array(y.data[k] for k in range(linear.units))[unit])
 
         # Cycle 1: its number. Sinks are read from their own tiles, and not from the pages.
         wanted = (token < self.tokens) & ((token < self.sinks) == of_sinks)
-        stored = pipeline.valid(self.y.valid & wanted, cycles=self.latency)
+        stored = pipeline.valid(scores & wanted, cycles=self.latency)
         limits = data.View(QueryLimits(p), register(self._limits_of(query).as_value(), "limits"))
         token = register(token, "token")
         score = register(score, "score")
         m.submodules.scaler = scaler = ScoreScaler(
-            FP32_MANTISSA + 1, factor_width=FP32_MANTISSA, most_exponent=MOST_EXPONENT
+            FP32_MANTISSA + 1,
+            factor_width=OFFSET_FACTOR if p.time_keys else FP32_MANTISSA,
+            most_exponent=MOST_EXPONENT,
         )
         nonzero = score[23:31].any()
         magnitude = Cat(score[:23], 1) & nonzero.replicate(FP32_MANTISSA)
@@ -267,6 +348,10 @@ class ScoreSoftmax(wiring.Component):
             m.d.comb += scaler.e.eq(MOST_EXPONENT)
         with m.Elif(exponent < LEAST_EXPONENT):
             m.d.comb += scaler.e.eq(LEAST_EXPONENT)
+        if p.time_keys:
+            offset = data.View(OffsetTerm(p), register(self.offset.as_value(), "offset"))
+            with m.If(pipeline.valid(offset_valid, cycles=1)):
+                m.d.comb += [scaler.a.eq(offset.r), scaler.b.eq(offset.mantissa), scaler.e.eq(offset.exponent)]
 
         # Its distance from the last key that the query sees.
         visible = register((token >= limits.first) & (token < limits.end), "visible", cycles=self.latency - 1)
@@ -277,12 +362,34 @@ class ScoreSoftmax(wiring.Component):
             bias.slope.eq(register(limits.slope, "slope")),
             bias.distance.eq(register(distance, "distance")),
         ]
-        amount = register(bias.bias, "amount", cycles=scaler.latency - bias.latency - 1)
+        amount = bias.bias
+        if p.time_keys:
+            # What a window's offsets add goes along with it.
+            m.submodules.addends = addends = OffsetAddends(p)
+            cycles = scaler.latency
+            of_window = register(self.time & ~of_staged & ~of_sinks, "of_window", cycles=cycles)
+            m.d.comb += [
+                addends.valid.eq(pipeline.valid(offset_valid, cycles=1 + cycles)),
+                addends.term.eq(register(offset.as_value(), "offset", cycles=cycles)),
+                addends.z.eq(scaler.z),
+                addends.query.eq(register(query, "query", cycles=cycles)),
+                addends.window.eq(register(token[group_bits:], "window", cycles=cycles - 1)),
+                self.window_scored.eq(
+                    scores & tile_end & self.time & ~of_staged & ~of_sinks & ((tile + 1) % p.window_tiles == 0)
+                ),
+            ]
+            amount = register(amount, "amount", cycles=cycles - bias.latency - 2)
+            amount = register(amount - Mux(of_window, addends.addend, 0), "amount")
+        else:
+            amount = register(amount, "amount", cycles=scaler.latency - bias.latency - 1)
 
         # Then the difference, and within its limits.
         difference = register(scaler.z - amount, "difference")
         least = -LOG_LIMIT
-        z = register(Mux(difference < least, least, difference)[:LOG_WIDTH].as_signed(), "z")
+        limited = Mux(difference < least, least, difference)
+        if p.time_keys:
+            limited = Mux(difference > LOG_LIMIT, LOG_LIMIT, limited)
+        z = register(limited[:LOG_WIDTH].as_signed(), "z")
         token = register(token, "token", cycles=self.latency - 1)
         query = register(query, "query", cycles=self.latency)
         for lane, store in enumerate(stores):

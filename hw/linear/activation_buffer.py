@@ -1,12 +1,12 @@
 """INT8 activations of a job: quantised on the way in, read back once per weight tile."""
 
-from amaranth.hdl import Cat, Module, Mux, Signal, signed
+from amaranth.hdl import Cat, Const, Module, Mux, Signal, signed
 from amaranth.lib import data, memory, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.linear.tile_loop import job_ports
+from kvant.hw.linear.tile_loop import COUNT_WIDTH, job_ports
 from kvant.hw.numeric.int8_quantizer import Int8Quantizer
 
 
@@ -47,10 +47,16 @@ class ActivationBuffer(wiring.Component):
         Their contents, one cycle later.
     nonfinite : out
         Sticky: a NaN or an infinity came in.
+
+    With *sets* also:
+
+    sets : in
+        Sets of activations, 1 or more: the input comes so many times; stable from `start` on.
     """
 
-    def __init__(self, p: LinearParameters):
+    def __init__(self, p: LinearParameters, *, sets: bool = False):
         self.p = p
+        self.with_sets = sets
         super().__init__(
             {
                 "start": In(1),
@@ -65,6 +71,7 @@ class ActivationBuffer(wiring.Component):
                 "word": Out(8 * p.rows),
                 "scale": Out(16),
                 "nonfinite": Out(1),
+                **({"sets": In(COUNT_WIDTH)} if sets else {}),
             }
         )
 
@@ -84,6 +91,11 @@ class ActivationBuffer(wiring.Component):
         group = Signal.like(self.groups)
         left = Signal(range(p.group + 1))  # elements of the current group still to come
         last = Signal()
+        last_set = Const(1)
+        if self.with_sets:
+            last_set = Signal()
+            set_ = Signal.like(self.sets)
+            m.d.comb += last_set.eq(set_ + 1 == self.sets)
         m.d.comb += [
             last.eq(left <= p.x_lanes),
             quantizer.i.payload.data.eq(self.x.payload.data),
@@ -99,17 +111,25 @@ class ActivationBuffer(wiring.Component):
                 group.eq(0),
                 left.eq(Mux(self.groups == 1, self.tail, p.group)),
             ]
+            if self.with_sets:
+                m.d.sync += set_.eq(0)
         with m.Elif(self.x.valid & self.x.ready):
             m.d.sync += left.eq(left - p.x_lanes)
             with m.If(last):
                 last_token = token + 1 == self.tokens
                 last_group = group + 1 == self.groups
                 next_is_tail = Mux(last_token, group + 2 == self.groups, last_group)
+                next_group = group + last_token
+                if self.with_sets:
+                    set_end = last_token & last_group
+                    next_is_tail = next_is_tail | (set_end & (self.groups == 1))
+                    next_group = Mux(set_end, 0, next_group)
+                    m.d.sync += set_.eq(set_ + set_end)
                 m.d.sync += [
                     left.eq(Mux(next_is_tail, self.tail, p.group)),
                     token.eq(Mux(last_token, 0, token + 1)),
-                    group.eq(group + last_token),
-                    open_.eq(~(last_token & last_group)),
+                    group.eq(next_group),
+                    open_.eq(~(last_token & last_group & last_set)),
                 ]
 
         # Output side: collect words of `rows` values and store them.

@@ -63,6 +63,8 @@ class JobCheck(wiring.Component):
         The running job needs its descriptor no more.
     idle : out
         No job is checked or running.
+    stored : out
+        ``tokens * groups`` of the running job.
     """
 
     def __init__(self, p: LinearParameters):
@@ -76,6 +78,7 @@ class JobCheck(wiring.Component):
                 "refused": Out(1),
                 "finished": In(1),
                 "idle": Out(1),
+                "stored": Out(range(p.stored_groups + 1)),
             }
         )
 
@@ -86,7 +89,7 @@ class JobCheck(wiring.Component):
         bit = Signal(range(COUNT_WIDTH))
         multiplier = Signal(COUNT_WIDTH)
         accumulators = Signal(range(p.accumulators + 1))
-        groups = Signal(range(p.stored_groups + 1))
+        groups = self.stored
         too_many = Signal()  # of either
         left = Signal(COUNT_WIDTH)  # elements of the last group not yet in a beat
         legal = Signal()
@@ -275,10 +278,22 @@ class LinearEngine(wiring.Component):
         Sticky: a refused job, a reserved coefficient, or a negative or non-finite weight scale (the group counts 0).
     busy_cycles : out
         Cycles in which at least one lane worked, since reset.
+
+    With *sets* a job may have several sets of activations, of ``tokens * groups`` groups each, which follow each other
+    at `x`: a block of `interleave` tiles meets the set of its turn. All sets fit in the buffer; nothing checks it.
+
+    sets : in
+        1 or more; stable while a job runs, as is `skip`.
+    skip : in
+        The first set is quantised, and seen at `xq`, but no block meets it.
+    set_blocks, next_set : in, out
+        See `kvant.hw.linear.sequencer.set_ports`; with `sets` 1 all blocks meet the one set.
     """
 
-    def __init__(self, p: LinearParameters):
+    def __init__(self, p: LinearParameters, *, sets: bool = False):
         self.p = p
+        self.with_sets = sets
+        more = {"sets": In(COUNT_WIDTH), "skip": In(1), "set_blocks": In(COUNT_WIDTH), "next_set": Out(1)}
         super().__init__(
             {
                 "cmd": In(stream.Signature(data.StructLayout({"data": Job()}))),
@@ -290,6 +305,7 @@ class LinearEngine(wiring.Component):
                 "nonfinite": Out(1),
                 "error": Out(1),
                 "busy_cycles": Out(32),
+                **(more if sets else {}),
             }
         )
 
@@ -297,10 +313,10 @@ class LinearEngine(wiring.Component):
         p = self.p
         m = Module()
         timing = LinearTiming(p)
-        m.submodules.activations = activations = ActivationBuffer(p)
+        m.submodules.activations = activations = ActivationBuffer(p, sets=self.with_sets)
         m.submodules.job_check = check = JobCheck(p)
         m.submodules.weights = weights = WeightBuffer(p)
-        m.submodules.sequencer = sequencer = Sequencer(p, spacing=timing.spacing)
+        m.submodules.sequencer = sequencer = Sequencer(p, spacing=timing.spacing, sets=self.with_sets)
         m.submodules.array = array = LinearArray(p)
         m.submodules.queue = queue = OutputQueue(p, latency=timing.slot)
 
@@ -331,6 +347,15 @@ class LinearEngine(wiring.Component):
             check.finished.eq(sequencer.done & queue.empty),
             queue.last_cols.eq(job.last_cols),
         ]
+
+        if self.with_sets:
+            m.d.comb += [
+                activations.sets.eq(self.sets),
+                sequencer.separate.eq(self.sets != 1),
+                sequencer.first_group.eq(Mux(self.skip, check.stored, 0)),
+                sequencer.set_blocks.eq(self.set_blocks),
+                self.next_set.eq(sequencer.next_set),
+            ]
 
         m.d.comb += [
             sequencer.head_valid.eq(weights.head_valid),

@@ -1,15 +1,40 @@
 """Starts slots: picks weight tile, activation group and accumulator for every beat of the array."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Const, Module, Mux, Signal
 from amaranth.lib import data, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters
-from kvant.hw.linear.tile_loop import TileLoop, job_ports
+from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop, job_ports
 
 JOB_NUMBERS = ("tokens", "tiles", "interleave", "groups", "tail_beats")
 """What the sequencer has to know of a job."""
+
+
+def set_ports(p: LinearParameters) -> dict[str, wiring.Member]:
+    """Ports of a unit that walks jobs with several sets of activations.
+
+    A set is ``tokens * groups`` groups of activations, which a number of successive blocks of tiles meet before the
+    next ones meet the next set.
+
+    Members
+    -------
+    separate : in
+        The job has sets of its own for its blocks; otherwise there is one set, which all blocks meet.
+    first_group : in
+        The activation group with which the set of the first block begins; stable from a cycle before `start`.
+    set_blocks : in
+        Blocks of the set that is taken next, at least 1.
+    next_set : out
+        In this cycle it is.
+    """
+    return {
+        "separate": In(1),
+        "first_group": In(index_width(p.stored_groups)),
+        "set_blocks": In(COUNT_WIDTH),
+        "next_set": Out(1),
+    }
 
 
 class SlotPlan(data.StructLayout):
@@ -69,11 +94,14 @@ class SlotWalker(wiring.Component):
         The slot.
     step : in
         Go on to the next slot.
+
+    With *sets* also those of `set_ports`.
     """
 
-    def __init__(self, p: LinearParameters, *, spacing: int):
+    def __init__(self, p: LinearParameters, *, spacing: int, sets: bool = False):
         self.p = p
         self.spacing = spacing
+        self.sets = sets
         super().__init__(
             {
                 "start": In(1),
@@ -81,6 +109,7 @@ class SlotWalker(wiring.Component):
                 "valid": Out(1),
                 "plan": Out(SlotPlan(p, spacing=spacing)),
                 "step": In(1),
+                **(set_ports(p) if sets else {}),
             }
         )
 
@@ -123,14 +152,46 @@ class SlotWalker(wiring.Component):
         with m.Elif(self.step):
             m.d.sync += [last_token.eq(tokens_left == 1), tokens_left.eq(tokens_left - 1)]
 
+        block_end = round_end & loop.last_group
+        set_group, set_word = Const(0), Const(0)  # where the set of the block begins
+        set_end, first_group = Const(0), Const(0)
+        if self.sets:
+            set_group, set_word = Signal.like(group), Signal.like(word)
+            blocks_left, set_end = Signal(COUNT_WIDTH), Signal()
+            first_group = Mux(self.separate, self.first_group, 0)
+            m.d.comb += [
+                set_end.eq(self.separate & (blocks_left == 1)),
+                self.next_set.eq(self.separate & (self.start | (self.step & block_end & set_end & ~loop.last_block))),
+            ]
+            with m.If(self.start):
+                m.d.sync += [set_group.eq(first_group), set_word.eq(first_group * p.beats)]
+            with m.Elif(self.next_set):
+                m.d.sync += [set_group.eq(group + 1), set_word.eq(following_word)]
+            with m.If(self.next_set):
+                m.d.sync += blocks_left.eq(self.set_blocks)
+            with m.Elif(self.step & block_end):
+                m.d.sync += blocks_left.eq(blocks_left - 1)
+
         with m.If(self.start):
-            m.d.sync += [address.eq(0), group.eq(0), word.eq(0), round_group.eq(0), round_word.eq(0)]
+            first_word = first_group * p.beats
+            m.d.sync += [
+                address.eq(0),
+                group.eq(first_group),
+                word.eq(first_word),
+                round_group.eq(first_group),
+                round_word.eq(first_word),
+            ]
         with m.Elif(self.step):
             m.d.sync += [address.eq(address + 1), group.eq(group + 1), word.eq(following_word)]
             with m.If(round_end):
                 m.d.sync += address.eq(0)
-                with m.If(loop.last_group):  # another block begins with the first group
-                    m.d.sync += [group.eq(0), word.eq(0), round_group.eq(0), round_word.eq(0)]
+                with m.If(block_end & ~set_end):  # another block begins with the first group of its set
+                    m.d.sync += [
+                        group.eq(set_group),
+                        word.eq(set_word),
+                        round_group.eq(set_group),
+                        round_word.eq(set_word),
+                    ]
                 with m.Else():
                     m.d.sync += [round_group.eq(group + 1), round_word.eq(following_word)]
             with m.Elif(last_token):  # the next tile meets the same activations
@@ -197,11 +258,14 @@ class Sequencer(wiring.Component):
         The slot ends. If it is its tile's last, the tile may go.
     finishing : out
         A slot of a last group starts.
+
+    With *sets* also those of `set_ports`.
     """
 
-    def __init__(self, p: LinearParameters, *, spacing: int):
+    def __init__(self, p: LinearParameters, *, spacing: int, sets: bool = False):
         self.p = p
-        self._walker = SlotWalker(p, spacing=spacing)
+        self.sets = sets
+        self._walker = SlotWalker(p, spacing=spacing, sets=sets)
         super().__init__(
             {
                 "start": In(1),
@@ -220,6 +284,7 @@ class Sequencer(wiring.Component):
                 "word_address": Out(index_width(p.activation_words)),
                 "slot_end": Out(1),
                 "finishing": Out(1),
+                **(set_ports(p) if sets else {}),
             }
         )
 
@@ -231,6 +296,11 @@ class Sequencer(wiring.Component):
         next_plan, later_plan = Signal(plan.shape()), Signal(plan.shape())
         next_valid, later_valid = Signal(), Signal()
         m.d.comb += [getattr(walker, name).eq(getattr(self, name)) for name in ("start", *JOB_NUMBERS)]
+        if self.sets:
+            m.d.comb += [
+                *(getattr(walker, name).eq(getattr(self, name)) for name in ("separate", "first_group", "set_blocks")),
+                self.next_set.eq(walker.next_set),
+            ]
 
         waiting = Signal()  # a slot is planned or under way
         active = Signal()  # it is under way, from its second cycle on

@@ -8,7 +8,7 @@ import numpy as np
 from kvant.hw.kvcache.page import PageLayout
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.kvcache.requantizer import Requantizer
-from kvant.sim.attention.contents import Int8Rows, MantKeys, MantValues
+from kvant.sim.attention.contents import Int8Rows, MantKeys, MantValues, TimeKeys
 from kvant.sim.kvcache import requantizer, spatial
 from kvant.sim.kvcache.pages import PageMemory
 from kvant.sim.simulate import simulate
@@ -90,6 +90,20 @@ def mant_values(p: CacheParameters, heads: Sequence[Mapping[str, np.ndarray]], *
     options
         See `kvant.sim.simulate.simulate`.
     """
+    return _along_time(p, heads, MantValues, **options)
+
+
+def time_keys(p: CacheParameters, heads: Sequence[Mapping[str, np.ndarray]], **options) -> Written:
+    """Keys through the simulated cache along time, as `mant_values`; a `TimeKeys` for each head.
+
+    *p* has `offset` and `shared_coeff`, and is `centred` if the arrays have a mean.
+    """
+    return _along_time(p, heads, TimeKeys, **options)
+
+
+def _along_time(
+    p: CacheParameters, heads: Sequence[Mapping[str, np.ndarray]], kind: type[MantValues | TimeKeys], **options
+) -> Written:
     tokens = len(heads[0]["v"])
     windows, staged = divmod(tokens, p.group)
     rows, tables, peeks = [], [], []
@@ -112,7 +126,7 @@ def mant_values(p: CacheParameters, heads: Sequence[Mapping[str, np.ndarray]], *
     elements, scales = (part.reshape(len(heads), -1, p.head_dim) for part in requantizer.staged_rows(p, trace))
     sinks = requantizer.sink_rows(p, trace)
     written = [
-        MantValues(_pages(memory, head, windows), elements[head, :staged], scales[head, 0], Int8Rows(*sinks[head]))
+        kind(_pages(memory, head, windows), elements[head, :staged], scales[head, 0], Int8Rows(*sinks[head]))
         for head in range(len(heads))
     ]
     return _written(written, trace)

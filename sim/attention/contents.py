@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvant.hw.attention.parameters import AttentionParameters
-from kvant.hw.kvcache.page import PageLayout
+from kvant.hw.kvcache.page import TIMESTAMP_BYTES, PageLayout
 from kvant.hw.kvcache.parameters import BLOCK_GROUPS, UNIT_BYTES, CacheParameters
 from kvant.hw.numeric.codes import LINEAR
 from kvant.sim.kvcache.pages import UNWRITTEN, unpack_page
@@ -29,6 +29,16 @@ class MantKeys:
 
 
 @dataclass(frozen=True)
+class TimeKeys:
+    """Keys along time: the pages of full windows, the rows of the open one (i8 [n, d], f16 [d]), sinks."""
+
+    pages: Sequence[bytes]
+    staged: np.ndarray
+    staged_scale: np.ndarray
+    sinks: Int8Rows
+
+
+@dataclass(frozen=True)
 class MantValues:
     """Values along time: the pages of full windows, the rows of the open one (i8 [n, d], f16 [d]), sinks."""
 
@@ -43,7 +53,7 @@ class Contents:
     """A cache of *tokens* tokens of one head."""
 
     tokens: int
-    keys: MantKeys | Int8Rows
+    keys: MantKeys | TimeKeys | Int8Rows
     values: MantValues | Int8Rows
 
     @property
@@ -57,6 +67,11 @@ def page_layouts(p: AttentionParameters) -> tuple[PageLayout, PageLayout]:
     """Layouts of a page of keys and of a page of values."""
     cache = CacheParameters(group=p.group)
     return PageLayout(cache, p.group * p.head_groups), PageLayout(cache, p.head_dim)
+
+
+def time_layout(p: AttentionParameters) -> PageLayout:
+    """Layout of a page of keys along time."""
+    return PageLayout(CacheParameters(group=p.group, offset=True, shared_coeff=True), p.head_dim)
 
 
 def packed_keys(
@@ -75,26 +90,42 @@ def packed_keys(
 
 
 def packed_windows(
-    p: AttentionParameters, codes: np.ndarray, scale: np.ndarray, coefficient: np.ndarray
+    p: AttentionParameters,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    coefficient: np.ndarray,
+    offset: np.ndarray | None = None,
 ) -> list[bytes]:
-    """Windows u8 [W*G, d] with scales f16 and coefficients u8 [W, d] in pages."""
-    layout = page_layouts(p)[1]
+    """Windows u8 [W*G, d] with scales f16 [W, d] in pages.
+
+    Coefficients are u8 [W, d]; of keys along time, which have offsets i8 [W, d], u8 [W, 1].
+    """
+    layout = page_layouts(p)[1] if offset is None else time_layout(p)
     windows = codes.reshape(len(scale), p.group, p.head_dim).transpose(0, 2, 1)
-    groups = enumerate(zip(windows, scale, coefficient, strict=True))
-    return [_packed_page(layout, *window, number * p.group) for number, window in groups]
+    planes = (windows, scale, coefficient, *([] if offset is None else [offset]))
+    groups = enumerate(zip(*planes, strict=True))
+    return [_packed_page(layout, *window[:3], number * p.group, *window[3:]) for number, window in groups]
 
 
 def _packed_page(
-    layout: PageLayout, codes: np.ndarray, scale: np.ndarray, coefficient: np.ndarray, timestamp: int
+    layout: PageLayout,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    coefficient: np.ndarray,
+    timestamp: int,
+    offset: np.ndarray | None = None,
 ) -> bytes:
-    """The bytes of a page of n groups, u8 [n, G], f16 [n], u8 [n]."""
+    """The bytes of a page of n groups, u8 [n, G], f16 [n], u8 [n]; with offsets i8 [n] the coefficient is u8 [1]."""
     page = np.full(layout.page_bytes, UNWRITTEN, np.uint8)
     blocks = page[: layout.trailer].reshape(layout.blocks, layout.block_bytes)
     planes = {
         "codes": codes[:, 0::2] | codes[:, 1::2] << 4,
         "scale": np.ascontiguousarray(scale).astype("<f2").view(np.uint8).reshape(-1, 2),
-        "coefficient": coefficient[:, None],
     }
+    if offset is None:
+        planes["coefficient"] = coefficient[:, None]
+    else:
+        planes["offset"] = np.ascontiguousarray(offset).view(np.uint8)[:, None]
     for start in range(0, len(codes), BLOCK_GROUPS):
         for name, groups in planes.items():
             part = groups[start : start + BLOCK_GROUPS]
@@ -103,6 +134,8 @@ def _packed_page(
             place = layout.planes[name]
             blocks[start // BLOCK_GROUPS, place : place + part.size] = part.reshape(-1)
     page[layout.trailer :] = np.frombuffer(timestamp.to_bytes(UNIT_BYTES, "little"), np.uint8)
+    if layout.shared_coeff:
+        page[layout.trailer + TIMESTAMP_BYTES] = coefficient[0]
     return page.tobytes()
 
 
@@ -123,6 +156,11 @@ def key_bytes(p: AttentionParameters, contents: Contents) -> bytes:
     if isinstance(keys, Int8Rows):
         sinks = Int8Rows(keys.q[: contents.sinks], keys.scale[: contents.sinks])
         return int8_blocks(p, sinks) + int8_blocks(p, keys)
+    if isinstance(keys, TimeKeys):
+        channels = np.pad(keys.staged_scale, (0, -p.head_dim % BLOCK_GROUPS)).astype("<f2")
+        ones = np.ones((len(keys.staged), p.head_groups), np.float16)
+        staged = int8_blocks(p, Int8Rows(keys.staged, ones))
+        return channels.tobytes() + staged + int8_blocks(p, keys.sinks) + b"".join(keys.pages)
     return int8_blocks(p, keys.sinks) + b"".join(keys.pages)
 
 
@@ -147,6 +185,8 @@ def used_keys(p: AttentionParameters, contents: Contents) -> np.ndarray:
     keys = contents.keys
     if isinstance(keys, Int8Rows):
         return _dequantized(p, keys)
+    if isinstance(keys, TimeKeys):
+        return _used_windows(p, time_layout(p), keys)
     layout = page_layouts(p)[0]
     rows = []
     for number, text in enumerate(keys.pages):
@@ -164,14 +204,20 @@ def used_values(p: AttentionParameters, contents: Contents) -> np.ndarray:
     values = contents.values
     if isinstance(values, Int8Rows):
         return _dequantized(p, values)
-    layout = page_layouts(p)[1]
+    return _used_windows(p, page_layouts(p)[1], values)
+
+
+def _used_windows(p: AttentionParameters, layout: PageLayout, cache: TimeKeys | MantValues) -> np.ndarray:
+    """Rows f32 [T, d] of a cache along time; products and sums are exact in float64 and rounded once."""
     parts = []
-    for text in values.pages:
+    static = cache.staged_scale.astype(np.float64)
+    for text in cache.pages:
         page = unpack_page(layout, bytes(text))
-        parts.append((_levels(page.codes, page.coefficient[:, None]) * page.scale[:, None].astype(np.float32)).T)
-    parts.append(values.staged * values.staged_scale.astype(np.float32))
+        levels = _levels(page.codes, page.coefficient[:, None]) * page.scale[:, None].astype(np.float64)
+        parts.append((levels + (page.offset * static)[:, None]).T.astype(np.float32))
+    parts.append(cache.staged * cache.staged_scale.astype(np.float32))
     rows = np.concatenate(parts)
-    rows[: len(values.sinks.q)] = _dequantized(p, values.sinks)
+    rows[: len(cache.sinks.q)] = _dequantized(p, cache.sinks)
     return rows
 
 

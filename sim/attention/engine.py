@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvant.hw.attention.cache_reader import word_port
-from kvant.hw.attention.engine import AttentionEngine, attention_command, query_port, row_port
+from kvant.hw.attention.engine import AttentionEngine, KeyFormat, attention_command, query_port, row_port
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.linear.parameters import ceil_div
-from kvant.sim.attention.contents import Contents, Int8Rows, key_bytes, value_bytes, value_rows
+from kvant.sim.attention.contents import Contents, Int8Rows, MantKeys, TimeKeys, key_bytes, value_bytes, value_rows
 from kvant.sim.errors import SimulationError
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Stimulus, Trace
@@ -17,6 +17,7 @@ from kvant.sim.words import pack_words, struct_word
 
 STATUS = ("nonfinite", "error", "busy", "busy_cycles")
 FP16_BITS = 16
+_KEY_FORMATS = {MantKeys: KeyFormat.MANT, Int8Rows: KeyFormat.INT8, TimeKeys: KeyFormat.MANT_TIME}
 FP16_NAN = 0x7E00
 
 
@@ -71,7 +72,7 @@ def stimulus(p: AttentionParameters, attends: Sequence[Attend]) -> Stimulus:
                     "queries": len(attend.queries),
                     "tokens": contents.tokens,
                     "sinks": contents.sinks,
-                    "int8_keys": isinstance(contents.keys, Int8Rows),
+                    "key_format": _KEY_FORMATS[type(contents.keys)].value,
                     "int8_values": isinstance(contents.values, Int8Rows),
                     "head": attend.head,
                 },

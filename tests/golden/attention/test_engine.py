@@ -330,19 +330,19 @@ def test_heads_are_independent():
 def test_what_does_not_fit_is_refused():
     q, k, v = tensors(2, 20, 16)
     keys, values = caches(k, v, group=8)
-    with pytest.raises(TensorError, match=r"^keys: shape \(20, 16\); legal is \(20, 15\)$"):
+    with pytest.raises(TensorError, match=r"^keys: tokens of shape \(20, 16\); legal is \(20, 15\)$"):
         attend(q[:, :15], keys, values)
     with pytest.raises(TensorError, match=r"^values: groups of 16; legal is 8, as keys have$"):
         attend(q, keys, caches(k, v, group=16)[1])
-    with pytest.raises(TensorError, match=r"^values: 12 tokens of shape"):
+    with pytest.raises(TensorError, match=r"^values: tokens of shape \(12, 16\); legal is \(20, 16\)$"):
         attend(q, keys, caches(k[:12], v[:12], group=8)[1])
-    with pytest.raises(TensorError, match=r"^values: shape \(12, 16\); legal is \(20, 16\)$"):
+    with pytest.raises(TensorError, match=r"^values: tokens of shape \(12, 16\); legal is \(20, 16\)$"):
         attend(q, keys, caches(k, v[:12], ("mant", "int8"), group=8)[1])
     with pytest.raises(TensorError, match=r"^values: an offset or a shared coefficient; legal is neither$"):
         attend(q, keys, temporal_cache(v + 3, 20, group=8, tables=TABLES, offset=True))
     with pytest.raises(TensorError, match=r"^values: SpatialCache; legal is TemporalCache or Int8Cache$"):
         attend(q, keys, keys)
-    with pytest.raises(TensorError, match=r"^keys: TemporalCache; legal is SpatialCache or Int8Cache$"):
+    with pytest.raises(TensorError, match=r"^keys: a coefficient for every channel; legal along time is one a window$"):
         attend(q, values, values)
     with pytest.raises(TensorError, match=r"^end: 3 to 21; legal are 0 to the 20 tokens$"):
         attend(q, keys, values, end=torch.tensor([3, 21]))

@@ -1,23 +1,26 @@
 """Attention over caches: what a query at each position meets, in float and in integers, and what is stored."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import CONFIG
 
+from kvant.golden.attention.engine import key_logarithms
+from kvant.golden.attention.softmax import softmax_constant
 from kvant.golden.errors import TensorError
 from kvant.golden.formats import baselines
 from kvant.golden.kvcache.attention import CachedAttention, Exact, Int8Head, MantHead, MantTime, spans
 from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.choice import Tables
 from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheSettings
-from kvant.golden.kvcache.integer import IntegerAttention, int8_group
+from kvant.golden.kvcache.integer import IntegerAttention, _Contents, int8_group
 from kvant.golden.kvcache.spatial import spatial_cache
 from kvant.golden.kvcache.temporal import temporal_cache
 from kvant.golden.models.checkpoint import open_model
 from kvant.golden.models.llama import Llama, exact_attention
-from kvant.golden.numeric.int8 import int8_groups
+from kvant.golden.numeric.int8 import int8_groups, quantize_int8
 from kvant.golden.numeric.packing import pack_nibbles
 
 LAYERS, HEADS, KV_HEADS, TOKENS, D, GROUP, SINKS = 2, 6, 2, 45, 16, 8, 3
@@ -127,6 +130,19 @@ def test_integer_chain_is_near_float_attention_over_the_same_cache(tokens, value
     found = IntegerAttention(keys, values)(0, *rows)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(error.max()) < 2**-5
+
+
+def test_integer_chain_has_the_scores_of_the_hardware():
+    """Of the last token: the same integers and float32 chains, but for the last place of its logarithms."""
+    store, (queries, keys, _) = time_store(True), tensors(8)
+    rows, cache = store.fill(0, keys[0])
+    q = queries[0].unflatten(0, (KV_HEADS, -1))[:, :, -1:].half()  # [H, R, 1, d]
+    full = cache.codes.shape[-2]
+    found = _Contents(rows, cache).scores(q.float(), TOKENS, full)[:, :, 0]
+    prefilled = replace(cache, staged=rows.q[..., full:, :].contiguous())
+    z = key_logarithms(q[:, :, 0], quantize_int8(q[:, :, 0], GROUP), prefilled)
+    logarithms = found.double() * softmax_constant(D).double() * 2**16
+    assert float((z - logarithms).abs().max()) < 2
 
 
 def test_integer_chain_takes_heads_that_the_group_does_not_divide():

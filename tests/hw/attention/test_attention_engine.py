@@ -69,7 +69,11 @@ def golden(p, case, seed):
     shapes = ((case.queries, p.head_dim), (case.tokens, p.head_dim), (case.tokens, p.head_dim))
     q, k, v = (torch.from_numpy((rng.standard_normal(s) * case.spread).astype(np.float16)) for s in shapes)
     kinds, mant = case.formats.split(), {"group": p.group, "tables": TABLES, "sinks": case.sinks}
-    keys = spatial_cache(k, **mant) if kinds[0] == "mant" else int8_cache(k, group=p.group)
+    if kinds[0] == "time":
+        k = (k.float() + 3 * torch.linspace(-1, 1, p.head_dim)).half()  # what is left of a mean
+        keys = temporal_cache(k, case.tokens, **mant, offset=True, shared_coefficient=True)
+    else:
+        keys = spatial_cache(k, **mant) if kinds[0] == "mant" else int8_cache(k, group=p.group)
     values = temporal_cache(v, case.tokens, **mant) if kinds[1] == "mant" else int8_cache(v, group=p.group)
     first = case.first or (0,) * case.queries
     end = case.end or (case.tokens,) * case.queries
@@ -96,6 +100,27 @@ def check(p, cases, **options):
 @pytest.mark.parametrize("stall", [0, 0.3, 0.9])
 def test_commands_of_all_kinds_follow_each_other(stall):
     check(SMALL, MIXED if stall < 0.5 else MIXED[2:3], stall=stall)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_dim": 16, "rows": 8, "cols": 8, "quant_lanes": 2, "queries": 3, "port_bits": 64},
+        pytest.param({"head_dim": 12, "rows": 16, "cols": 4, "queries": 1}, marks=pytest.mark.long),
+        pytest.param({"head_dim": 20, "group": 32, "rows": 2, "cols": 16, "queries": 2}, marks=pytest.mark.long),
+        pytest.param({"head_dim": 64, "rows": 8, "cols": 2, "queries": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_keys_along_time(shape):
+    """As many rows as columns, more, fewer; short heads and those of several groups; tokens that end anywhere."""
+    p = AttentionParameters(**{"group": 16, "sinks": 3, "lanes": 4, "capacity": 96, "time_keys": True} | shape)
+    cases = [
+        Case("time mant", 2 * p.group + 5, p.queries, sinks=3),
+        Case("mant mant", 3, 1),
+        Case("time int8", p.group - 2, 1, sinks=1),
+        Case("time mant", 3 * p.group, p.queries, slope=(0.5,) * p.queries),
+    ]
+    check(p, cases, timeout_cycles=4000)
 
 
 @pytest.mark.long

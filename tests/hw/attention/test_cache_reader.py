@@ -88,18 +88,53 @@ def job(rng, p, *, values=False, int8=False, sinks=0, tokens=0):
     return fields | {"tiles": 0 if values else tiles}, memory, transfers
 
 
+def time_job(rng, p, *, tokens, sinks=0):
+    """Keys along time: the fields of the job, the bytes of its port, its transfers, words of channels."""
+    windows, staged = divmod(tokens, p.group)
+    int8_blocks = ceil_div(staged * p.head_groups, 16) + ceil_div(sinks * p.head_groups, 16)
+    channels = p.value_blocks * 16
+    memory = rng.bytes(2 * channels)
+    metadata, transfers = [memory], []
+    for _ in range(int8_blocks):
+        block = Block(rng, p, int8=True)
+        memory += block.data()
+        transfers += block.beats(p, p.key_tiles, values=False)
+    for _ in range(windows):
+        codes = rng.integers(0, 16, (channels, p.group), dtype=np.uint8)
+        for block in codes.reshape(-1, 16 * p.group):
+            memory += (block[0::2] | block[1::2] << 4).tobytes()
+            metadata.append(rng.bytes(48))
+            memory += metadata[-1]
+        coefficient = int(rng.integers(0, 254))
+        memory += rng.bytes(4) + bytes([coefficient]) + rng.bytes(11)
+        transfers += time_beats(p, codes, coefficient)
+    fields = {"values": 0, "int8": 0, "time": 1, "sink_blocks": int8_blocks, "pages": windows, "tiles": 0}
+    return fields, memory, transfers, b"".join(metadata)
+
+
+def time_beats(p, codes, coefficient):
+    """Transfers of a window: codes u8 [channels, G]."""
+    user = [{"scale": 0x3C00, "coefficient": coefficient}] * p.cols
+    for first in range(0, p.window_tiles, p.key_tiles):
+        for head_group in range(p.head_groups):
+            for tile in range(first, first + p.key_tiles):
+                for beat in range(ceil_div(min(p.group, p.head_dim), p.rows)):
+                    rows = codes[head_group * p.group + beat * p.rows :][: p.rows]
+                    yield {"data": rows[:, tile * p.cols :][:, : p.cols].T.tolist(), "user": user}
+
+
 def play(p, jobs, **options):
     """The trace of the jobs."""
     size = p.port_bits // 8
     ports = {"keys": b"", "values": b""}
-    for fields, memory, _ in jobs:
+    for fields, memory, *_ in jobs:
         ports["values" if fields["values"] else "keys"] += memory
     inputs = {
         name: {"data": [int.from_bytes(text[k : k + size], "little") for k in range(0, len(text), size)]}
         for name, text in ports.items()
     }
-    inputs["job"] = {"data": words(ReaderJob(p), [fields for fields, _, _ in jobs])}
-    count = sum(len(transfers) for _, _, transfers in jobs)
+    inputs["job"] = {"data": words(ReaderJob(p), [fields for fields, *_ in jobs])}
+    count = sum(len(transfers) for _, _, transfers, *_ in jobs)
     stimulus = Stimulus(inputs, {"w": count})
     watched = asserted_memories if options.get("simulator", "amaranth") == "amaranth" else nullcontext
     options = {"simulator": "amaranth", "drain_cycles": 300} | options
@@ -114,7 +149,7 @@ def play(p, jobs, **options):
 def expected(p, jobs):
     """The transfers of all jobs: data and user."""
     layout = weight_input(p.linear)
-    rows = [row for _, _, transfers in jobs for row in transfers]
+    rows = [row for _, _, transfers, *_ in jobs for row in transfers]
     return words(layout["data"].shape, [row["data"] for row in rows]), words(
         layout["user"].shape, [row["user"] for row in rows]
     )
@@ -138,6 +173,43 @@ def test_tiles_are_those_of_memory(number):
     data, user = expected(p, jobs)
     assert trace.transfers["w"]["data"] == data
     assert trace.transfers["w"]["user"] == user
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 16, "head_dim": 16, "rows": 8, "cols": 8, "sinks": 2},
+        {"group": 16, "head_dim": 32, "rows": 4, "cols": 2, "port_bits": 64},
+        {"group": 32, "head_dim": 64, "rows": 16, "cols": 4, "sinks": 3},
+        {"group": 8, "head_dim": 32, "rows": 1, "cols": 4},
+        {"group": 16, "head_dim": 12, "rows": 4, "cols": 2, "port_bits": 32},
+        {"group": 64, "head_dim": 20, "rows": 8, "cols": 16},
+    ],
+)
+@pytest.mark.parametrize("stall", [0, 0.3])
+def test_tiles_of_keys_along_time_are_transposed_windows(shape, stall):
+    """As many rows as columns, more, fewer; channels that are no whole blocks; jobs of other kinds around."""
+    p = AttentionParameters(capacity=4 * shape["group"], lanes=4, time_keys=True, **shape)
+    rng = np.random.default_rng(SEED)
+    jobs = [
+        time_job(rng, p, tokens=2 * p.group + 3, sinks=p.sinks),
+        job(rng, p, values=True, tokens=p.group),
+        time_job(rng, p, tokens=4 * p.group),
+        job(rng, p, tokens=p.group + 1),
+        time_job(rng, p, tokens=1),
+        job(rng, p, tokens=p.cols + 1, int8=True),
+    ]
+    jobs = [(fields | {"time": fields.get("time", 0)}, *rest) for fields, *rest in jobs]
+    trace = play(p, jobs, stall=stall)
+    data, user = expected(p, jobs)
+    assert trace.transfers["w"]["data"] == data
+    assert trace.transfers["w"]["user"] == user
+    size = p.port_bits // 8
+    text = b"".join(rest[0] for _, _, _, *rest in jobs if rest)
+    mask = (1 << p.port_bits) - 1  # the payload's other members lie above
+    assert [word & mask for word in trace.transfers["channel_words"]["data"]] == [
+        int.from_bytes(text[k : k + size], "little") for k in range(0, len(text), size)
+    ]
 
 
 def test_a_reset_in_the_middle_leaves_nothing_behind():

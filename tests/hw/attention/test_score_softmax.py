@@ -12,7 +12,7 @@ from group_streams import words
 from memory_collisions import asserted_memories
 
 from kvant.golden.attention.engine import biased_logarithms
-from kvant.golden.attention.softmax import distance_logarithms, reference, weights
+from kvant.golden.attention.softmax import distance_logarithms, reference, score_logarithms, weights
 from kvant.golden.numeric.rounding import fp16_to_bits
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.attention.score_softmax import PositionBias, QueryLimits, ScoreSoftmax, WeightToHalf
@@ -130,7 +130,7 @@ def expected(p, scores, *, sinks=0, first=None, end=None, slope=None, int8_value
     first = torch.tensor([0] * count if first is None else first)
     end = torch.tensor([tokens] * count if end is None else end)
     slope = None if slope is None else torch.tensor(slope, dtype=torch.float16)
-    z = biased_logarithms(torch.from_numpy(scores), p.head_dim, end=end, slope=slope)
+    z = biased_logarithms(score_logarithms(torch.from_numpy(scores), p.head_dim), end=end, slope=slope)
     token = torch.arange(tokens)
     seen = (token >= first[:, None]) & (token < end[:, None])
     w = weights(z, reference(z, seen), seen)

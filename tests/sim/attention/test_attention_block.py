@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amaranth.hdl import Module
 from verilog_checks import lint, yosys
 
 from kvant.attention import BLOCK, attend_golden, contents_of, golden_caches
@@ -23,6 +24,9 @@ TINY = AttentionParameters(group=8, head_dim=16, sinks=3, capacity=64, rows=4, c
 SETTINGS = ("group=8", "capacity=64", "rows=4", "cols=2", "lanes=4", "queries=2")
 PQ_SETTINGS = ("group=16", "capacity=64", "lanes=4", "nbits=4", "batch=4", "port_bits=64")
 
+TIME = TINY.model_copy(update={"time_keys": True})
+TIME_FORMATS = ("mant_time", "mant")
+
 COMMANDS = [
     (1, MANT, {}),
     (2, MANT, {}),
@@ -38,6 +42,18 @@ COMMANDS = [
     (13, MANT, {}),
 ]
 """Tokens, formats and limits: windows that are full and open, sinks in the open one, queries that see nothing."""
+
+TIME_COMMANDS = [
+    (2, TIME_FORMATS, {}),
+    (16, TIME_FORMATS, {}),
+    (13, MANT, {}),
+    (13, TIME_FORMATS, {}),
+    (64, TIME_FORMATS, {"slope": [0, 0.02]}),
+    (21, ("mant_time", "int8"), {"end": [21, 9], "first": [0, 5]}),
+    (9, INT8, {}),
+    (45, TIME_FORMATS, {"end": [0, 40]}),
+]
+"""Open windows alone and none, sinks alone, more windows than fit in the buffers, other keys between."""
 
 
 def played(p, commands, *, huge=False):
@@ -78,6 +94,63 @@ def test_huge_channels_zeros_subnormal_numbers_and_what_is_none():
     assert np.isfinite(result["out"]).all()
 
 
+@pytest.mark.parametrize(
+    ("simulator", "stall"), [("icarus", 0.0), ("icarus", 0.3), ("icarus", 0.9), ("verilator", 0.3)]
+)
+def test_keys_along_time_of_every_length(simulator, stall):
+    attends, golden = played(TIME, TIME_COMMANDS)
+    result = engine.run(TIME, attends, simulator=simulator, stall=stall, seed=3)
+    compare(golden, result)
+    assert int(result["error"]) == int(result["nonfinite"]) == 0
+
+
+def test_keys_along_time_with_huge_channels_and_what_is_no_number():
+    attends, golden = played(TIME, TIME_COMMANDS, huge=True)
+    result = engine.run(TIME, attends, simulator="icarus", stall=0.3, reset=Reset(again_at=700))
+    compare(golden, result)
+    assert int(result["error"]) == 0 and int(result["nonfinite"]) == 1
+    assert np.isfinite(result["out"]).all()
+
+
+def test_keys_along_time_are_refused_where_they_are_not_built():
+    attends, golden = played(TINY, COMMANDS[3:4])
+    play = engine.stimulus(TINY, attends)
+    legal = play.inputs["cmd"]["data"]
+    good = {"queries": 2, "tokens": 8, "sinks": 3, "int8_values": 0, "head": 0}
+    for p, wrong in ((TINY, (2, 3)), (TIME, (3,))):
+        words = [engine._word(attention_command(p), good | {"key_format": key_format}) for key_format in wrong]
+        play.inputs["cmd"]["data"] = [*words, legal[0]]
+        trace = simulate(
+            lambda p=p: AttentionEngine(p), "attention", play, simulator="icarus", design_key=("attention", p)
+        )
+        compare(golden, engine.collect(p, trace))
+        assert trace.status["error"] == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, b"\x00\xfc"), (-16 + 4, b"\x80")], ids=["static scale", "coefficient"]
+)
+def test_illegal_numbers_of_keys_along_time_raise_error(place, value, monkeypatch):
+    attends, _ = played(TIME, [(8, ("mant_time", "int8"), {})])
+    original = engine.key_bytes
+
+    def damaged(p, contents):
+        text = bytearray(original(p, contents))
+        text[place : len(text) + place + len(value) if place < 0 else place + len(value)] = value
+        return bytes(text)
+
+    monkeypatch.setattr(engine, "key_bytes", damaged)
+    assert int(engine.run(TIME, attends, simulator="icarus")["error"]) == 1
+
+
+def test_a_fault_in_the_offsets_is_seen(monkeypatch):
+    attends, golden = played(TIME, TIME_COMMANDS[1:2])
+    monkeypatch.setattr("kvant.hw.attention.score_softmax.OffsetAddends.elaborate", lambda self, platform: Module())
+    trace = engine.play(TIME, attends, simulator="amaranth", design_key="without offsets")
+    with pytest.raises(ComparisonError, match=r"^out\["):
+        compare(golden, engine.collect(TIME, trace))
+
+
 @pytest.mark.parametrize("again_at", [333, pytest.param(40, marks=pytest.mark.long)])
 def test_a_reset_in_the_middle_forgets_everything(again_at):
     attends, golden = played(TINY, COMMANDS[4:8])
@@ -91,7 +164,7 @@ def test_commands_out_of_range_are_dropped_and_raise_error():
     attends, golden = played(p, COMMANDS[3:5])
     play = engine.stimulus(p, attends)
     legal = play.inputs["cmd"]["data"]
-    good = {"queries": 2, "tokens": 8, "sinks": 3, "int8_keys": 0, "int8_values": 0, "head": 0}
+    good = {"queries": 2, "tokens": 8, "sinks": 3, "key_format": 0, "int8_values": 0, "head": 0}
     changes = ({"queries": 0}, {"queries": 3}, {"tokens": 0}, {"tokens": 65}, {"sinks": 4}, {"tokens": 2})
     words = [engine._word(attention_command(p), good | change) for change in changes]
     play.inputs["cmd"]["data"] = [*words[:3], legal[0], *words[3:], legal[1]]
@@ -114,7 +187,9 @@ def test_other_hardware_is_seen():
 
 
 @pytest.mark.parametrize(
-    "p", [TINY, pytest.param(AttentionParameters(sinks=4), marks=pytest.mark.long)], ids=["tiny", "default"]
+    "p",
+    [TINY, TIME, pytest.param(AttentionParameters(sinks=4), marks=pytest.mark.long)],
+    ids=["tiny", "time", "default"],
 )
 def test_every_tool_is_silent(p, tmp_path):
     (tmp_path / "attention.sv").write_text(emit(AttentionEngine(p), "attention").verilog)
@@ -151,7 +226,8 @@ def check(arrays, settings=SETTINGS, **options):
     result = BLOCK.simulate(arrays, overrides=settings, **({"simulator": "icarus"} | options))
     exact = float64_attention(result)
     miss = np.linalg.norm(result["out"] - exact, axis=-1)
-    assert (miss <= 2.0**-6 * np.linalg.norm(exact, axis=-1)).all()
+    bound = 2.0**-5 if arrays["format_k"] == "mant_time" else 2.0**-6
+    assert (miss <= bound * np.linalg.norm(exact, axis=-1)).all()
     kv = arrays["k"].shape
     shapes = {"out": arrays["q"].shape, "q_used": arrays["q"].shape, "k_used": kv, "v_used": kv}
     numbers = ("cycles", "busy_cycles", "group", "rows", "cols", "lanes", "nonfinite", "error")
@@ -187,6 +263,21 @@ def test_query_tokens_see_the_keys_before_them_and_tables_belong_to_heads():
     check(given(tokens=19, queries=(2, 6), heads=2, **tables))
 
 
+@pytest.mark.parametrize("tokens", [19, pytest.param(16, marks=pytest.mark.long)])
+def test_keys_along_time_come_from_their_cache(tokens):
+    """Two query tokens of 6 heads, keys of 2 heads with means and tables of their own, drifting; sinks."""
+    rng = np.random.default_rng(SEED)
+    drift = np.sin(np.arange(tokens) / 9)[:, None] * rng.standard_normal((2, 1, 16)) * 3
+    more = {
+        "k": (rng.standard_normal((2, tokens, 16)) + drift).astype(np.float16),
+        "coeffs_k": np.array([[5, 60, 255], [0, 17, 120]], np.uint8),
+        "thresholds_k": np.array([[3000, 9000], [500, 12000]], np.uint16),
+        "mean": rng.standard_normal((2, 16)).astype(np.float16),
+        "sinks": np.array(2),
+    }
+    check(given(tokens=tokens, queries=(2, 6), heads=2, formats=TIME_FORMATS, **more))
+
+
 @pytest.mark.long
 def test_more_query_tokens_than_keys():
     result = check(given(tokens=2, queries=(4, 1)))
@@ -201,8 +292,10 @@ def test_more_query_tokens_than_keys():
         (given(tokens=129, queries=(2, 4), heads=2, d=128), ("queries=4",)),
         (given(tokens=65, queries=(2,), d=64, formats=INT8), ()),
         (given(tokens=100, queries=(3,), d=64, group=np.array(32)), ("port_bits=64",)),
+        (given(tokens=333, queries=(9,), heads=3, d=64, formats=TIME_FORMATS, sinks=np.array(4)), ()),
+        (given(tokens=200, queries=(2, 4), heads=2, d=128, formats=TIME_FORMATS), ("queries=4", "quant_lanes=2")),
     ],
-    ids=["default", "two-groups", "int8", "group-32"],
+    ids=["default", "two-groups", "int8", "group-32", "time", "time-two-groups"],
 )
 @pytest.mark.parametrize("stall", [0.0, 0.3])
 def test_full_size_on_verilator(arrays, settings, stall):
@@ -226,7 +319,8 @@ def test_product_quantised_heads(queries, recent):
         ({"format_k": None}, "array format_k: missing"),
         ({"format_v": np.array(1)}, "array format_v: dtype int64"),
         ({"format_v": np.array("fp16")}, "format_v = 'fp16': legal is one of mant, int8, pq"),
-        ({"format_k": np.array("mant_time")}, "format_k = 'mant_time': legal is one of mant, int8, pq"),
+        ({"format_v": np.array("mant_time")}, "format_v = 'mant_time': legal is one of mant, int8, pq"),
+        ({"format_k": np.array("fp8")}, "format_k = 'fp8': legal is one of mant, mant_time, int8, pq"),
         ({"format_v": np.array("pq")}, "format_v = 'pq' with format_k = 'mant': legal is pq for both or for none"),
         ({"q": np.zeros((2, 15), np.float16)}, "array q: shape (2, 15)"),
         ({"q": np.zeros((0, 16), np.float16)}, "no length of zero"),
@@ -282,6 +376,7 @@ def test_illegal_arrays_are_refused(changes, words):
         ("port_bits=256", "port_bits = 256: legal in attention are 32, 64 and 128"),
         ("weight_planes=3", "weight_planes = 3"),
         ("queries=0", "queries = 0"),
+        ("time_keys=maybe", "time_keys"),
     ],
 )
 def test_illegal_settings_are_refused(setting, words):
