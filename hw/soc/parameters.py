@@ -56,15 +56,19 @@ class TopParameters:
     ----------
     linear : LinearParameters
     soc : SocParameters
+    cache : CacheParameters, optional
+        Caches of keys and values behind the descriptors CACHE; `heads`, `capacity` and `evict` do not count, because
+        every state of a sequence lies in memory.
 
     Raises
     ------
     ParameterError
-        A group of activations in memory would not be whole words of the port.
+        A group of activations in memory would not be whole words of the port; the port of the caches has another width.
     """
 
     linear: LinearParameters
     soc: SocParameters
+    cache: CacheParameters | None = None
 
     def __post_init__(self):
         step = max(1, self.soc.port_bytes // 2)
@@ -72,4 +76,8 @@ class TopParameters:
             raise ParameterError(
                 f"group = {self.linear.group}: legal in the top with port_bits = {self.soc.port_bits} are multiples of "
                 f"{step}"
+            )
+        if self.cache is not None and self.cache.port_bits != self.soc.port_bits:
+            raise ParameterError(
+                f"port_bits = {self.cache.port_bits} of the caches: legal is {self.soc.port_bits}, that of the top"
             )
