@@ -7,8 +7,8 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.linear.activation_buffer import activation_input
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
-from kvant.hw.soc.axi import Burst, word_address_bits
-from kvant.hw.soc.axi_reader import AxiReader, read_word
+from kvant.hw.soc.axi import word_address_bits
+from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature
 from kvant.hw.soc.descriptors import ErrorCode
 from kvant.hw.soc.parameters import LONGEST_BURST, TopParameters
 from kvant.hw.soc.unit_ring import UnitRing
@@ -48,7 +48,7 @@ class ActivationReader(wiring.Component):
     -------
     job : in stream
         `ActivationJob`.
-    stop, owes, burst, back
+    port : Out(ReaderSignature)
         See `AxiReader`.
     stream : in stream
         Activations of jobs that take them from there, in the form and order of `x`.
@@ -63,10 +63,7 @@ class ActivationReader(wiring.Component):
         super().__init__(
             {
                 "job": In(stream.Signature(ActivationJob(p))),
-                "stop": In(1),
-                "owes": Out(1),
-                "burst": Out(stream.Signature(Burst(p.soc))),
-                "back": In(stream.Signature(read_word(p.soc), always_ready=True)),
+                "port": Out(ReaderSignature(p.soc)),
                 "stream": In(stream.Signature(activation_input(p.linear))),
                 "x": Out(stream.Signature(activation_input(p.linear))),
                 "fault": Out(Fault()),
@@ -83,13 +80,7 @@ class ActivationReader(wiring.Component):
         m.submodules.reader = reader = AxiReader(p.soc, depth=depth, burst_beats=min(group_words, LONGEST_BURST))
         part_shape = data.StructLayout({"count": range(linear.group + 1), "from_stream": 1, "slot": 1})
         m.submodules.parts = parts = fifo.SyncFIFOBuffered(width=part_shape.size, depth=WAITING_PARTS)
-        wiring.connect(m, reader.burst, wiring.flipped(self.burst))
-        m.d.comb += [
-            reader.stop.eq(self.stop),
-            self.owes.eq(reader.owes),
-            reader.back.valid.eq(self.back.valid),
-            reader.back.payload.eq(self.back.payload),
-        ]
+        wiring.connect(m, reader.port, wiring.flipped(self.port))
 
         # Parts are asked for.
         job = Signal(ActivationJob(p))

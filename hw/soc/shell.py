@@ -126,9 +126,7 @@ class Shell(wiring.Component):
         writer, outputs = parts["writer"], parts["outputs"]
 
         for number, reader in enumerate(readers):
-            wiring.connect(m, reader.burst, arbiter.bursts[number])
-            wiring.connect(m, arbiter.back[number], reader.back)
-            m.d.comb += reader.stop.eq(sequencer.stop)
+            wiring.connect(m, reader.port, arbiter.ports[number])
         for half, signature in ((arbiter.bus, ReadSignature(p.soc)), (writer.bus, WriteSignature(p.soc))):
             for name, member in signature.members.items():
                 ours, theirs = getattr(self.m_axi, name), getattr(half, name)
@@ -151,13 +149,12 @@ class Shell(wiring.Component):
         with m.If(free):
             m.d.sync += [self.y.valid.eq(outputs.stream.valid), self.y.payload.eq(outputs.stream.payload)]
 
-        owes = Signal()
         m.d.comb += [
-            owes.eq(writer.owes | parts["descriptors"].owes | parts["weights"].owes | parts["activations"].owes),
+            arbiter.stop.eq(sequencer.stop),
             writer.stop.eq(sequencer.stop),
             writer.flush.eq(outputs.flush),
             outputs.written.eq(writer.idle),
-            sequencer.owes.eq(owes),
+            sequencer.owes.eq(arbiter.owes | writer.owes),
             sequencer.engine_busy.eq(engine.busy),
             sequencer.output_done.eq(outputs.done),
             sequencer.write_error.eq(writer.error),
