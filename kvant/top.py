@@ -53,7 +53,7 @@ class TopBlock(SimulatedBlock):
     def facts(self, chosen: Config) -> Mapping[str, Any]:
         """Throughput, stream orders, widths, and what lies in memory, for the manifest."""
         from kvant.hw.soc import weight_layout
-        from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS
+        from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, kinds_of
 
         p = top_parameters(chosen)
         linear = LinearBlock().facts(chosen)
@@ -70,10 +70,13 @@ class TopBlock(SimulatedBlock):
                 "descriptors": {
                     "bytes": DESCRIPTOR_BYTES,
                     "byte_order": "little endian",
-                    "fields": [
-                        {"name": field.name, "offset": field.offset, "bits": field.width, "description": field.doc}
-                        for field in FIELDS
-                    ],
+                    "kinds": {
+                        kind.opcode.name: [
+                            {"name": field.name, "offset": field.offset, "bits": field.width, "description": field.doc}
+                            for field in kind.all_fields
+                        ]
+                        for kind in kinds_of(p)
+                    },
                 },
                 "weights": weight_layout.layout(p),
                 "x": {"element": "IEEE 754 binary16", "order": f"rows; each begins at a multiple of {step} bytes"},

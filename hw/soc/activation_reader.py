@@ -10,9 +10,9 @@ from kvant.hw.linear.tile_loop import COUNT_WIDTH
 from kvant.hw.soc.axi import word_address_bits
 from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature
 from kvant.hw.soc.descriptors import ErrorCode
+from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.parameters import LONGEST_BURST, TopParameters
 from kvant.hw.soc.unit_ring import UnitRing
-from kvant.hw.soc.weight_reader import Fault
 
 HALF_BITS = 16
 """Bits of an activation."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from kvant.hw.soc.descriptors import ErrorCode, Opcode
+from kvant.hw.soc.descriptors import ErrorCode, kinds_of
 from kvant.hw.soc.parameters import TopParameters
 
 REGISTER_BYTES = 4
@@ -234,7 +234,7 @@ def register_map(p: TopParameters) -> RegisterMap:
             0x18,
             "What was built in.",
             (
-                constant("opcodes", 0, 16, sum(1 << code for code in Opcode), "bit i: opcode i is known"),
+                constant("opcodes", 0, 16, sum(1 << kind.opcode for kind in kinds_of(p)), "bit i: opcode i is known"),
                 constant("int8_groups", 16, 1, int(linear.int8_groups), "INT8 weight groups (coefficient 254)"),
                 constant("max_coefficient", 24, 8, linear.max_coefficient, "largest coefficient byte"),
             ),

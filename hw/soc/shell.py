@@ -21,6 +21,7 @@ from kvant.hw.soc.register_file import RegisterFile
 from kvant.hw.soc.registers import STOPPING_ERRORS, register_map
 from kvant.hw.soc.sequencer import Sequencer
 from kvant.hw.soc.weight_reader import WeightReader
+from kvant.hw.soc.write_arbiter import WriteArbiter
 
 WRITE_DEPTH = 32
 WRITE_BURST = 16
@@ -101,7 +102,7 @@ class Shell(wiring.Component):
         m = Module()
         m.submodules.registers = registers = RegisterFile(self.registers)
         m.submodules.counters = counters = Counters(p.soc)
-        m.submodules.sequencer = sequencer = Sequencer(p)
+        m.submodules.sequencer = sequencer = Sequencer(p, faults=2)
         clients = self._clients(m, p, sequencer)
         self._connect_registers(m, registers, sequencer, clients["descriptors"])
         self._count(m, registers, counters, sequencer, clients)
@@ -116,6 +117,7 @@ class Shell(wiring.Component):
             "weights": WeightReader(p),
             "activations": ActivationReader(p),
             "outputs": OutputWriter(p),
+            "writes": WriteArbiter(p.soc, 1),
             "writer": AxiWriter(p.soc, depth=WRITE_DEPTH, burst_beats=WRITE_BURST),
         }
         readers = [parts["descriptors"], parts["weights"], parts["activations"]]
@@ -123,7 +125,7 @@ class Shell(wiring.Component):
         for name, part in parts.items():
             m.submodules[name] = ResetInserter(sequencer.reset)(part)
         m.d.comb += engine.reset.eq(sequencer.reset | sequencer.engine_reset)
-        writer, outputs = parts["writer"], parts["outputs"]
+        writer, writes, outputs = parts["writer"], parts["writes"], parts["outputs"]
 
         for number, reader in enumerate(readers):
             wiring.connect(m, reader.port, arbiter.ports[number])
@@ -142,7 +144,8 @@ class Shell(wiring.Component):
         wiring.connect(m, parts["activations"].x, wiring.flipped(engine.x))
         wiring.connect(m, wiring.flipped(self.x), parts["activations"].stream)
         wiring.connect(m, wiring.flipped(engine.y), outputs.y)
-        wiring.connect(m, outputs.words, writer.i)
+        wiring.connect(m, outputs.memory, writes.ports[0])
+        wiring.connect(m, writes.o, writer.i)
         # What has been offered outside stays until it is taken, also when everything behind it is cleared.
         free = Signal()
         m.d.comb += [free.eq(~self.y.valid | self.y.ready), outputs.stream.ready.eq(free)]
@@ -152,14 +155,14 @@ class Shell(wiring.Component):
         m.d.comb += [
             arbiter.stop.eq(sequencer.stop),
             writer.stop.eq(sequencer.stop),
-            writer.flush.eq(outputs.flush),
-            outputs.written.eq(writer.idle),
+            writer.flush.eq(writes.flush),
+            writes.idle.eq(writer.idle),
             sequencer.owes.eq(arbiter.owes | writer.owes),
             sequencer.engine_busy.eq(engine.busy),
-            sequencer.output_done.eq(outputs.done),
+            sequencer.linear_done.eq(outputs.done),
             sequencer.write_error.eq(writer.error),
-            sequencer.weight_fault.eq(parts["weights"].fault),
-            sequencer.x_fault.eq(parts["activations"].fault),
+            sequencer.faults[0].eq(parts["weights"].fault),
+            sequencer.faults[1].eq(parts["activations"].fault),
         ]
         return parts
 

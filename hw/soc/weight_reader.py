@@ -10,16 +10,10 @@ from kvant.hw.linear.weight_buffer import weight_input
 from kvant.hw.numeric.codes import INT8
 from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature, Region
 from kvant.hw.soc.descriptors import ErrorCode
+from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.parameters import TopParameters
 from kvant.hw.soc.unit_ring import UnitRing
 from kvant.hw.soc.weight_layout import CODE_BITS, HEAD_BITS, unit_bits
-
-
-class Fault(data.StructLayout):
-    """What stopped a client: an `ErrorCode`, 0 for nothing, and the place of its job among those under way."""
-
-    def __init__(self):
-        super().__init__({"code": 8, "slot": 1})
 
 
 class WeightJob(data.StructLayout):

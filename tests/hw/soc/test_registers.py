@@ -12,7 +12,7 @@ from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc import register_file, register_text
 from kvant.hw.soc.axi_lite import OKAY, SLVERR
-from kvant.hw.soc.descriptors import FIELDS, Descriptor, Flag, Opcode
+from kvant.hw.soc.descriptors import LINEAR, Descriptor, Flag, Opcode
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.hw.soc.register_file import RegisterFile, port_name
 from kvant.hw.soc.registers import COUNTERS, IDENTIFICATION, Access, register_map
@@ -219,10 +219,10 @@ def test_a_counter_is_read_in_one_piece():
 def test_the_c_header_compiles_and_says_what_the_description_says(tmp_path):
     registers = register_map(P)
     descriptor = Descriptor(
-        **{field.name: (0xF1E2D3C4B5A69788 + field.offset) & ((1 << field.width) - 1) for field in FIELDS}
+        **{field.name: (0xF1E2D3C4B5A69788 + field.offset) & ((1 << field.width) - 1) for field in LINEAR.all_fields}
     )
     values = ", ".join(
-        f".{field.name} = {getattr(descriptor, field.name)}u" + "ll" * (field.width > 32) for field in FIELDS
+        f".{field.name} = {getattr(descriptor, field.name)}u" + "ll" * (field.width > 32) for field in LINEAR.all_fields
     )
     checks = "".join(f"    assert(KVANT_{r.name} == {r.offset});\n" for r in registers)
     (tmp_path / "kvant_registers.h").write_text(register_text.c_header(registers))
