@@ -210,14 +210,14 @@ def run(p, commands, image, *, fault_at=None, cycles=40_000, gap=0):
 
     async def watch(ctx):
         for cycle in range(cycles):
-            if ctx.get(dut.done):
-                seen["done"].append(cycle)
             seen["nonfinite"] |= ctx.get(dut.nonfinite)
             seen["error"] |= ctx.get(dut.error)
             seen["faults"] = seen["faults"] or [
                 *((ctx.get(fault.code), ctx.get(fault.slot)) for fault in dut.faults if ctx.get(fault.code)),
                 *[(ErrorCode.WRITE_ATTEND, len(seen["done"]))] * ctx.get(dut.write_error),  # of the oldest job
             ]
+            if ctx.get(dut.done):
+                seen["done"].append(cycle)
             await ctx.tick()
         raise AssertionError(f"not done after {cycles} cycles, {len(seen['done'])} jobs of {len(jobs)}")
 
