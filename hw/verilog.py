@@ -124,6 +124,7 @@ def _overridden(block: list[str]) -> str | None:
 
 
 def _fold_initial_words(lines: list[str]) -> Iterator[str]:
+    """Elsewhere such an assignment is one of a bit, whose name may yet change."""
     run: list[re.Match] = []
 
     def close() -> list[str]:
@@ -135,8 +136,10 @@ def _fold_initial_words(lines: list[str]) -> Iterator[str]:
         run.clear()
         return text
 
+    in_initial = False
     for line in lines:
-        match = _INITIAL_WORD.fullmatch(line)
+        in_initial = line == "  initial begin" or (in_initial and line != "  end")
+        match = _INITIAL_WORD.fullmatch(line) if in_initial else None
         if run and (match is None or match[2] != run[-1][2] or match[4] != run[-1][4]):
             yield from close()
         if match is None:

@@ -4,18 +4,15 @@ from amaranth.hdl import Cat, Const, Module, Signal
 from amaranth.lib import wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.soc.parameters import SocParameters
+from kvant.hw.soc.parameters import TopParameters
 from kvant.hw.soc.registers import COUNTER_BITS, COUNTERS
 
 _WORDS = ("BYTES_READ", "BYTES_WRITTEN")
 """Counters of bytes whose events are words of the port."""
 
-UNUSED = ("SATURATIONS",)
-"""Counters that nothing in this design counts; they read as 0."""
-
 
 class Counters(wiring.Component):
-    """48-bit counters, named as in `COUNTERS` in lower case.
+    """48-bit counters, named as in `COUNTERS` in lower case. Without a cache there is none of saturations.
 
     Members
     -------
@@ -26,9 +23,10 @@ class Counters(wiring.Component):
     NAME : out
     """
 
-    def __init__(self, p: SocParameters):
-        self.p = p
-        self.names = [name.lower() for name in COUNTERS if name not in UNUSED]
+    def __init__(self, p: TopParameters):
+        self.p = p.soc
+        absent = ("SATURATIONS",) if p.cache is None else ()
+        self.names = [name.lower() for name in COUNTERS if name not in absent]
         members = {name: Out(COUNTER_BITS) for name in self.names}
         super().__init__({"clear": In(1), **members, **{f"{name}_event": In(1) for name in self.names}})
 
