@@ -5,9 +5,8 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.kvcache.layouts import Table, TableWrite
-from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLDS, ceil_div
+from kvant.hw.kvcache.parameters import TABLE_ENTRIES, THRESHOLDS
 from kvant.hw.soc.axi_reader import read_word
-from kvant.hw.soc.cache_memory import Calibration
 from kvant.hw.soc.parameters import SocParameters
 
 
@@ -96,8 +95,3 @@ class CalibrationReader(wiring.Component):
         with m.If(self.start):
             m.d.sync += [self.busy.eq(1), part.eq(0), count.eq(self.count), table.eq(self.kind)]
         return m
-
-
-def calibration_words(layout: Calibration, port_bytes: int, *, numbers: bool) -> int:
-    """Words of a calibration, with its numbers or without."""
-    return ceil_div(layout.calibration_bytes if numbers else layout.numbers.offset, port_bytes)

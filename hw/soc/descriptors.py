@@ -79,6 +79,9 @@ class ErrorCode(enum.IntEnum):
     WEIGHT_LENGTH = 20
     """`weight_bytes` is not what the tiles of the job take."""
 
+    READ_CACHE = 21
+    """The memory answered a read of CACHE (rows, page table, record, calibration) with an error."""
+
 
 @dataclass(frozen=True)
 class DescriptorField:
