@@ -19,7 +19,7 @@ class Counters(wiring.Component):
     clear : in
         All become 0, events of that cycle included.
     NAME_event : in
-        Counts, two cycles later.
+        Counts, two cycles later; of saturations there may be as many as lanes of the cache.
     NAME : out
     """
 
@@ -28,14 +28,16 @@ class Counters(wiring.Component):
         absent = ("SATURATIONS",) if p.cache is None else ()
         self.names = [name.lower() for name in COUNTERS if name not in absent]
         members = {name: Out(COUNTER_BITS) for name in self.names}
-        super().__init__({"clear": In(1), **members, **{f"{name}_event": In(1) for name in self.names}})
+        lanes = {} if p.cache is None else {"saturations": range(p.cache.lanes + 1)}
+        events = {f"{name}_event": In(lanes.get(name, 1)) for name in self.names}
+        super().__init__({"clear": In(1), **members, **events})
 
     def elaborate(self, platform):
         m = Module()
         for name in self.names:
             low = self.p.align_bits if name.upper() in _WORDS else 0
             count = Signal(COUNTER_BITS - low, name=f"{name}_count")
-            event = Signal(name=f"{name}_seen")
+            event = Signal.like(getattr(self, f"{name}_event"), name=f"{name}_seen")
             m.d.sync += [event.eq(getattr(self, f"{name}_event")), count.eq(count + event)]
             with m.If(self.clear):
                 m.d.sync += [event.eq(0), count.eq(0)]

@@ -96,8 +96,7 @@ class ErrorCode(enum.IntEnum):
     """The memory answered a write of CACHE (pages, record) with an error."""
 
     READ_ATTEND = 23
-    """The memory answered a read of ATTEND (queries, page table, pages, record) with an error, or a page lies beyond
-    `address_bits`."""
+    """The memory answered a read of ATTEND (queries, page table, pages, record) with an error."""
 
     WRITE_ATTEND = 24
     """The memory answered a write of the outputs of ATTEND with an error."""

@@ -11,7 +11,7 @@ from kvant.hw.soc.parameters import TopParameters
 from kvant.hw.soc.write_arbiter import WriterSignature
 
 
-class RowsJob(data.StructLayout):
+class OutputRows(data.StructLayout):
     """Rows of outputs at a word address, `stride` words apart."""
 
     def __init__(self, p: TopParameters):
@@ -25,7 +25,7 @@ class RowWriter(wiring.Component):
     Members
     -------
     job : in stream
-        `RowsJob`; the next one is taken when the outputs of the one before are in memory.
+        `OutputRows`; the next one is taken when the outputs of the one before are in memory.
     out : in stream
         `kvant.hw.attention.outputs.attention_output`.
     memory : Out(WriterSignature)
@@ -38,7 +38,7 @@ class RowWriter(wiring.Component):
         self.p = p
         super().__init__(
             {
-                "job": In(stream.Signature(RowsJob(p))),
+                "job": In(stream.Signature(OutputRows(p))),
                 "out": In(stream.Signature(attention_output())),
                 "memory": Out(WriterSignature(p.soc)),
                 "done": Out(1),
@@ -51,7 +51,7 @@ class RowWriter(wiring.Component):
         m.submodules.packer = packer = OutputPacker(soc)
         wiring.connect(m, packer.words, wiring.flipped(self.memory.words))
         lane_bits = (soc.port_bits // WORD_BITS - 1).bit_length()
-        job = Signal(RowsJob(self.p))
+        job = Signal(OutputRows(self.p))
         address = Signal.like(packer.i.payload.address)
         active, moves = Signal(), Signal()
         output, placed = self.out.payload, packer.i.payload

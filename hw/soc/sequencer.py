@@ -7,9 +7,21 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.linear.engine import Job
 from kvant.hw.soc.activation_reader import ActivationJob
 from kvant.hw.soc.attend_job import AttendJob
+from kvant.hw.soc.cache_job import CacheJob
 from kvant.hw.soc.descriptor_check import CheckedDescriptor, fields_of
 from kvant.hw.soc.descriptor_reader import INDEX_BITS
-from kvant.hw.soc.descriptors import ATTEND, JOB_FIELDS, LINEAR, DescriptorKind, ErrorCode, Flag, Opcode, Rule, kinds_of
+from kvant.hw.soc.descriptors import (
+    ATTEND,
+    CACHE,
+    JOB_FIELDS,
+    LINEAR,
+    DescriptorKind,
+    ErrorCode,
+    Flag,
+    Opcode,
+    Rule,
+    kinds_of,
+)
 from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.output_writer import OutputJob
 from kvant.hw.soc.parameters import TopParameters
@@ -20,10 +32,18 @@ OPCODE_BITS = 8
 IN_WORDS = (Rule.ADDRESS, Rule.STRIDE, Rule.LENGTH)
 """Fields that count bytes, and words in a job."""
 
-_CLIENTS = {Opcode.LINEAR: ("weights", "x", "command", "y"), Opcode.ATTEND: ("attend",)}
+_CLIENTS = {
+    Opcode.LINEAR: ("weights", "x", "command", "y"),
+    Opcode.CACHE: ("cache",),
+    Opcode.ATTEND: ("attend",),
+}
 """Streams of jobs that a descriptor fills, each once."""
 
-_WRITE_CODES = {Opcode.LINEAR: ErrorCode.WRITE_Y, Opcode.ATTEND: ErrorCode.WRITE_ATTEND}
+_WRITE_CODES = {
+    Opcode.LINEAR: ErrorCode.WRITE_Y,
+    Opcode.CACHE: ErrorCode.WRITE_CACHE,
+    Opcode.ATTEND: ErrorCode.WRITE_ATTEND,
+}
 
 
 class StopReport(data.StructLayout):
@@ -78,13 +98,15 @@ class Sequencer(wiring.Component):
         `CheckedDescriptor`.
     weights, x, command, y : out streams
         Jobs of the clients of LINEAR.
+    cache : out stream
+        `CacheJob`, in a design with caches.
     attend : out stream
         `AttendJob`, in a design with attention.
     engine_busy : in
         The engine has a job.
     engine_reset : out
         For a cycle before each command: the engine forgets its flags.
-    linear_done, attend_done : in
+    linear_done, cache_done, attend_done : in
         For a cycle: the outputs of the oldest job of the opcode are where they belong.
     write_error : in
         An answer of a write reported an error.
@@ -105,7 +127,8 @@ class Sequencer(wiring.Component):
     def __init__(self, p: TopParameters, faults: int):
         self.p = p
         self._opcodes = [opcode for opcode in _CLIENTS if opcode in {kind.opcode for kind in kinds_of(p)}]
-        optional = {} if p.attention is None else {"attend": Out(stream.Signature(AttendJob(p)))}
+        optional = {} if p.cache is None else {"cache": Out(stream.Signature(CacheJob(p)))}
+        optional |= {} if p.attention is None else {"attend": Out(stream.Signature(AttendJob(p)))}
         super().__init__(
             {
                 "start": In(1),
@@ -180,6 +203,8 @@ class Sequencer(wiring.Component):
             with m.If(port.valid & port.ready):
                 m.d.sync += pending[name].eq(0)
         self._give_linear(m, job, pending, ~slot, oldest, oldest_opcode)
+        if self.p.cache is not None:
+            self._give_cache(m, job, pending, ~slot)
         if self.p.attention is not None:
             self._give_attend(m, job, pending, ~slot)
 
@@ -330,17 +355,30 @@ class Sequencer(wiring.Component):
         with m.Elif((self.command.valid & self.command.ready) | self.reset):
             m.d.sync += ready_engine.eq(0)
 
+    def _give_cache(self, m: Module, job, pending, slot) -> None:
+        """The job of CACHE."""
+        flags = fields_of(job.bits, CACHE).flags
+        given = self.cache.payload
+        m.d.comb += [
+            self.cache.valid.eq(pending.cache),
+            given.slot.eq(slot),
+            given.values.eq(flags & Flag.VALUES.value != 0),
+            given.first.eq(flags & Flag.FIRST.value != 0),
+        ]
+        m.d.comb += self._copied(CACHE, job.bits, given, row_stride="stride")
+
     def _give_attend(self, m: Module, job, pending, slot) -> None:
         """The job of ATTEND."""
         m.d.comb += [self.attend.valid.eq(pending.attend), self.attend.payload.slot.eq(slot)]
         m.d.comb += self._copied(ATTEND, job.bits, self.attend.payload)
 
-    def _copied(self, kind: DescriptorKind, bits, target) -> list:
-        """The fields of a descriptor in a job of the same names; what counts bytes becomes words of the port."""
+    def _copied(self, kind: DescriptorKind, bits, target, **names: str) -> list:
+        """The fields of a descriptor in a job of the same names (or *names*); bytes become words of the port."""
         fields = fields_of(bits, kind)
         low = self.p.soc.align_bits
         return [
-            target[field.name].eq(fields[field.name] >> (low if field.rule in IN_WORDS else 0)) for field in kind.fields
+            target[names.get(field.name, field.name)].eq(fields[field.name] >> (low if field.rule in IN_WORDS else 0))
+            for field in kind.fields
         ]
 
     def _find_fault(self, m: Module, fault, faulty, none_under_way, index, oldest, oldest_opcode) -> None:

@@ -13,6 +13,7 @@ from kvant.hw.soc.axi import MasterSignature, ReadSignature, WriteSignature, wor
 from kvant.hw.soc.axi_lite import LiteSignature
 from kvant.hw.soc.axi_reader import ReadArbiter
 from kvant.hw.soc.axi_writer import AxiWriter
+from kvant.hw.soc.cache_unit import CacheUnit
 from kvant.hw.soc.counters import Counters
 from kvant.hw.soc.descriptor_check import DescriptorCheck
 from kvant.hw.soc.descriptor_reader import DescriptorReader
@@ -66,7 +67,7 @@ class Shell(wiring.Component):
                                         │ jobs                                          ├─ ReadArbiter ── m_axi
         x ─────────────────> ActivationReader ──> engine.x ─────────────────────────────┤
                              WeightReader ──────> engine.w ─────────────────────────────┘
-                             AttendUnit ────────────────────────────────────────────────┘
+                             CacheUnit, AttendUnit ─────────────────────────────────────────────┘
         y <───────────────── OutputWriter <────── engine.y          (readers)
                                   └── WriteArbiter ──> AxiWriter ── m_axi
 
@@ -124,26 +125,29 @@ class Shell(wiring.Component):
             "outputs": OutputWriter(p),
             "writer": AxiWriter(p.soc, depth=WRITE_DEPTH, burst_beats=WRITE_BURST),
         }
+        if p.cache is not None:
+            parts["cache"] = CacheUnit(p)
         if p.attention is not None:
             parts["attend"] = AttendUnit(p)
         parts["arbiter"] = ReadArbiter(p.soc, len(self._readers(parts)))
-        parts["writes"] = WriteArbiter(p.soc, len(self._writers(parts)))
+        writers = [name for name in ("outputs", "cache", "attend") if name in parts]
+        parts["writes"] = WriteArbiter(p.soc, len(writers))
         return parts
 
     def _readers(self, parts: dict[str, wiring.Component]) -> list:
         """Ports of all readers of memory; the places are their identifiers."""
         readers = [parts[name].port for name in ("descriptors", "weights", "activations")]
+        if "cache" in parts:
+            readers += [parts["cache"].rows, parts["cache"].memory]
         if "attend" in parts:
             readers += list(parts["attend"].readers)
         return readers
 
-    def _writers(self, parts: dict[str, wiring.Component]) -> list:
-        """Ports of all writers of memory."""
-        return [parts[name].memory for name in ("outputs", "attend") if name in parts]
-
     def _faults(self, parts: dict[str, wiring.Component]) -> list:
         """Faults of all clients."""
         faults = [parts["weights"].fault, parts["activations"].fault]
+        if "cache" in parts:
+            faults.append(parts["cache"].fault)
         if "attend" in parts:
             faults += list(parts["attend"].faults)
         return faults
@@ -157,8 +161,8 @@ class Shell(wiring.Component):
         arbiter, writer, writes, outputs = (parts[name] for name in ("arbiter", "writer", "writes", "outputs"))
         for theirs, reader in zip(arbiter.ports, self._readers(parts), strict=True):
             wiring.connect(m, reader, theirs)
-        for theirs, port in zip(writes.ports, self._writers(parts), strict=True):
-            wiring.connect(m, port, theirs)
+        ports = iter(writes.ports)
+        wiring.connect(m, outputs.memory, next(ports))
         for half, signature in ((arbiter.bus, ReadSignature(p.soc)), (writer.bus, WriteSignature(p.soc))):
             for name, member in signature.members.items():
                 ours, theirs = getattr(self.m_axi, name), getattr(half, name)
@@ -191,9 +195,20 @@ class Shell(wiring.Component):
             sequencer.linear_done.eq(outputs.done),
             sequencer.write_error.eq(writer.error),
         ]
+        if "cache" in parts:
+            cache, port = parts["cache"], next(ports)
+            wiring.connect(m, sequencer.cache, cache.job)
+            wiring.connect(m, cache.words, port.words)
+            m.d.comb += [
+                port.flush.eq(cache.flush),
+                cache.written.eq(port.written),
+                sequencer.cache_done.eq(cache.done),
+            ]
         if "attend" in parts:
-            wiring.connect(m, sequencer.attend, parts["attend"].job)
-            m.d.comb += sequencer.attend_done.eq(parts["attend"].done)
+            attend = parts["attend"]
+            wiring.connect(m, sequencer.attend, attend.job)
+            wiring.connect(m, attend.memory, next(ports))
+            m.d.comb += sequencer.attend_done.eq(attend.done)
 
     def _connect_registers(self, m: Module, registers, sequencer: Sequencer, descriptors) -> None:
         p = self.p
@@ -274,6 +289,9 @@ class Shell(wiring.Component):
             "bytes_written": [parts["writer"].sent],
             "descriptors": [sequencer.retired],
         }
+        if "cache" in parts:
+            flags["weights"].append(parts["cache"].error)
+            flags["nonfinite"].append(parts["cache"].nonfinite)
         if "attend" in parts:
             attend = parts["attend"]
             flags["weights"].append(attend.error)
@@ -287,6 +305,11 @@ class Shell(wiring.Component):
             m.d.comb += now.eq(Cat(*each))
             m.d.sync += before.eq(now)
             m.d.comb += getattr(registers, f"error_{name}_set").eq((now & ~before).any())
+        if "cache" in parts:
+            m.d.comb += [
+                counters.saturations_event.eq(parts["cache"].saturated),
+                registers.saturations.eq(counters.saturations),
+            ]
         m.d.comb += counters.clear.eq(registers.control_clear_counters)
         for name, each in events.items():
             m.d.comb += [

@@ -1,12 +1,13 @@
 """Several writers of memory at one port."""
 
-from amaranth.hdl import Array, Cat, Module, Signal
+from amaranth.hdl import Cat, Module
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.parameters import check_integer
 from kvant.hw.soc.axi_writer import write_word
 from kvant.hw.soc.parameters import SocParameters
+from kvant.hw.soc.write_words import WordArbiter
 
 
 class WriterSignature(wiring.Signature):
@@ -29,7 +30,7 @@ class WriterSignature(wiring.Signature):
 class WriteArbiter(wiring.Component):
     """Hands the words of several writers to one `AxiWriter`.
 
-    A writer keeps the port as long as it offers words. Answers do not tell writers apart: `written` waits for the words
+    A writer goes on while it has words. Answers do not tell writers apart: `written` waits for the words
     of all, and whoever needs to know whose write failed lets one of them write at a time.
 
     Parameters
@@ -61,21 +62,10 @@ class WriteArbiter(wiring.Component):
 
     def elaborate(self, platform):
         m = Module()
-        chosen = Signal(range(max(2, self.clients)))
-        chosen_valid = Signal()
-        valid = Array(port.words.valid for port in self.ports)
-        m.d.comb += [
-            chosen_valid.eq(valid[chosen]),
-            self.flush.eq(Cat(port.flush for port in self.ports).any()),
-        ]
-        for number, port in enumerate(self.ports):
-            m.d.comb += port.written.eq(self.idle)
-            with m.If(~chosen_valid & port.words.valid):
-                m.d.sync += chosen.eq(number)
-            with m.If(chosen == number):
-                m.d.comb += [
-                    self.o.valid.eq(port.words.valid),
-                    self.o.payload.eq(port.words.payload),
-                    port.words.ready.eq(self.o.ready),
-                ]
+        m.submodules.words = words = WordArbiter(self.p, self.clients)
+        wiring.connect(m, words.o, wiring.flipped(self.o))
+        for theirs, port in zip(words.i, self.ports, strict=True):
+            wiring.connect(m, wiring.flipped(port.words), theirs)
+            m.d.comb += port.written.eq(self.idle & ~self.o.valid)
+        m.d.comb += self.flush.eq(Cat(port.flush for port in self.ports).any())
         return m
