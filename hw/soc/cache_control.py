@@ -109,13 +109,13 @@ class CacheControl(wiring.Component):
         p, cache, job = self.p, self.p.cache, self.current
         m = Module()
         window_bits = cache.group.bit_length() - 1
-        in_window, end = job.position[:window_bits], Signal(TOKEN_BITS + 1)
+        in_window, end_row = job.position[:window_bits], Signal(TOKEN_BITS + 1)
         fills = Signal()  # a window of values becomes full
         offset = Signal(word_address_bits(p.soc))  # of the first row that is read
         bits, step = Signal(window_bits), Signal(range(window_bits + 1))
         begins, follows = Signal(), Signal()  # jobs of rows that are still to be given
         goes_on = job.values & ~job.first
-        self._ask_for_rows(m, begins, follows, end, fills, offset)
+        self._ask_for_rows(m, begins, follows, end_row, fills, offset)
 
         # Rows of the open window that are asked for, from `peeked` to `open_end`.
         peeked, open_end, unanswered = (Signal(range(cache.group + 1)) for _ in range(3))
@@ -144,10 +144,10 @@ class CacheControl(wiring.Component):
                     m.next = "BEGIN"
             with m.State("BEGIN"):
                 m.d.comb += self.clear.eq(1)
-                m.d.sync += [end.eq(in_window + job.tokens), bits.eq(in_window), step.eq(window_bits), offset.eq(0)]
+                m.d.sync += [end_row.eq(in_window + job.tokens), bits.eq(in_window), step.eq(window_bits), offset.eq(0)]
                 m.next = "FILLS"
             with m.State("FILLS"):
-                m.d.sync += fills.eq(job.values & (end >= cache.group))
+                m.d.sync += fills.eq(job.values & (end_row >= cache.group))
                 m.d.comb += [
                     self.record_start.eq(1),
                     self.record_part.eq(Mux(job.values, RecordPart.VALUE_SINKS, RecordPart.KEY_SINKS)),
@@ -208,7 +208,7 @@ class CacheControl(wiring.Component):
                     self.record_part.eq(RecordPart.VALUE_WINDOW),
                     self.record_row.eq(first_row),
                 ]
-                m.d.sync += [peeked.eq(first_row), open_end.eq(end[:window_bits])]
+                m.d.sync += [peeked.eq(first_row), open_end.eq(end_row[:window_bits])]
                 m.next = "STAGED"
             with m.State("STAGED"):
                 with m.If((peeked == open_end) & (unanswered == 0) & self.quiet):
@@ -224,7 +224,7 @@ class CacheControl(wiring.Component):
                     m.next = "IDLE"
         return m
 
-    def _ask_for_rows(self, m: Module, begins: Signal, follows: Signal, end, fills, offset) -> None:
+    def _ask_for_rows(self, m: Module, begins: Signal, follows: Signal, end_row, fills, offset) -> None:
         """First, of values, the scan or the row of scales, then the rows."""
         job, port_bytes, rows = self.current, self.p.soc.port_bytes, self.rows.payload
         scales = job.record + self.layout.record.value_scales.offset // port_bytes
@@ -232,7 +232,7 @@ class CacheControl(wiring.Component):
             self.rows.valid.eq(begins | follows),
             rows.address.eq(job.rows + offset),
             rows.stride.eq(job.stride),
-            rows.rows.eq(Mux(fills, end, job.tokens)),
+            rows.rows.eq(Mux(fills, end_row, job.tokens)),
             rows.tag.eq(Mux(job.values, 0, START)),
         ]
         with m.If(begins):

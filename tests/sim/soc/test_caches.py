@@ -182,13 +182,14 @@ def test_icarus_agrees():
     assert all(same(result, expected) for result, expected in zip(results, story.expected, strict=True))
 
 
+@pytest.mark.long
 def test_a_fault_of_the_sequencer_is_caught():
     """A cache job that none asked for."""
-    original = "assign cache__valid = pending[4];"
+    original = "assign port = pending[5:4];"
 
     def edit(text):
         assert text.count(original) == 1
-        return text.replace(original, "assign cache__valid = 1'h1;")
+        return text.replace(original, "assign port = {pending[5], 1'h1};")
 
     story = conversation(rounds=0)
     arguments = {"sequences": 2, "steps": story.steps, "edit_verilog": edit, "cycles": 20_000}
