@@ -38,13 +38,14 @@ class WordMerger(wiring.Component):
         m = Module()
         held = Signal(write_word(p), reset_less=True)
         merged = Signal(write_word(p))
-        occupied, joins, leaves, free, take = Signal(), Signal(), Signal(), Signal(), Signal()
+        occupied, joins, leaves, free, take, writes = (Signal() for _ in range(6))
         m.d.comb += [
+            writes.eq(i.strobes.any()),
             free.eq(~self.o.valid | self.o.ready),
             joins.eq(occupied & (i.address == held.address)),
-            leaves.eq(occupied & free & (held.strobes.all() | self.flush | (self.i.valid & ~joins))),
-            self.i.ready.eq(~occupied | joins | leaves),
-            take.eq(self.i.valid & self.i.ready & i.strobes.any()),
+            leaves.eq(occupied & free & (held.strobes.all() | self.flush | (self.i.valid & writes & ~joins))),
+            self.i.ready.eq(~occupied | joins | leaves | ~writes),
+            take.eq(self.i.valid & self.i.ready & writes),
             self.idle.eq(~occupied & ~self.o.valid),
             merged.address.eq(i.address),
             merged.strobes.eq(i.strobes | Mux(joins & ~leaves, held.strobes, 0)),

@@ -254,6 +254,8 @@ class Scene:
     def saturated(self, sequence: Sequence) -> int:
         """Values of the sequence that were clamped, so far."""
         cache = self.cache
+        if not sequence.position[True]:
+            return 0
         golden = temporal_cache(
             sequence.rows[True][: sequence.position[True]],
             sequence.prefill,

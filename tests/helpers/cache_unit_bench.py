@@ -4,7 +4,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,15 +139,18 @@ def run(
     steps: Sequence[Step],
     *,
     simulator: str = "verilator",
-    edit_verilog: Callable[[str], str] | None = None,
+    cached: bool = True,
     **options,
 ) -> tuple[bytes, list[End]]:
-    """The memory after the jobs, and how each ended; *options* are those of `Task`."""
+    """The memory after the jobs, and how each ended; *options* are those of `Task`.
+
+    Not *cached*: the unit was changed, to see what a fault does.
+    """
     from cocotb_tools.runner import get_runner
 
-    design = cached_design(lambda: CacheUnitBench(p), TOP, (p, Path(__file__).read_bytes()))
-    verilog = design.verilog if edit_verilog is None else edit_verilog(design.verilog)
-    build = build_model(verilog, TOP, simulator, False)
+    key = (p, Path(__file__).read_bytes()) if cached else None
+    design = cached_design(lambda: CacheUnitBench(p), TOP, key)
+    build = build_model(design.verilog, TOP, simulator, False)
     with tempfile.TemporaryDirectory(prefix="kvant-") as name:
         folder = Path(name)
         task = Task(p.soc.port_bytes, image, [(payload(p, step.job), step) for step in steps], **options)
