@@ -1,6 +1,6 @@
 """Streams of words to memory: parts of a word put together, several streams into one."""
 
-from amaranth.hdl import Array, Cat, Module, Mux, Signal
+from amaranth.hdl import Array, Module, Mux, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -86,12 +86,11 @@ class WordArbiter(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         chosen = Signal(range(max(2, self.clients)))
-        valid = Cat(port.valid for port in self.i)
         free = Signal()
         m.d.comb += free.eq(~self.o.valid | self.o.ready)
         with m.If(free):
             m.d.sync += [
-                self.o.valid.eq(valid.bit_select(chosen, 1)),
+                self.o.valid.eq(Array(port.valid for port in self.i)[chosen]),
                 self.o.payload.eq(Array(port.payload.as_value() for port in self.i)[chosen]),
             ]
         for number, port in enumerate(self.i):
