@@ -4,7 +4,6 @@ from amaranth.hdl import Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
-from kvant.hw.kvcache.control import POSITION_BITS
 from kvant.hw.kvcache.layouts import Table, TableWrite
 from kvant.hw.kvcache.staged_reader import StagedRequest
 from kvant.hw.soc.axi import word_address_bits
@@ -110,23 +109,13 @@ class CacheControl(wiring.Component):
         p, cache, job = self.p, self.p.cache, self.current
         m = Module()
         window_bits = cache.group.bit_length() - 1
-        position, in_window, stride = Signal(POSITION_BITS), Signal(window_bits), Signal.like(job.stride)
-        values, first = Signal(), Signal()
-        m.d.comb += [
-            position.eq(job.position),
-            in_window.eq(job.position[:window_bits]),
-            stride.eq(job.stride),
-            values.eq(job.values),
-            first.eq(job.first),
-        ]
-        end, rows_behind = Signal(TOKEN_BITS + 1), Signal(window_bits)  # the latter behind the last full window
-        m.d.comb += rows_behind.eq(end[:window_bits])
+        in_window, end_row = job.position[:window_bits], Signal(TOKEN_BITS + 1)
         fills = Signal()  # a window of values becomes full
         offset = Signal(word_address_bits(p.soc))  # of the first row that is read
         bits, step = Signal(window_bits), Signal(range(window_bits + 1))
         begins, follows = Signal(), Signal()  # jobs of rows that are still to be given
-        goes_on = values & ~first
-        self._ask_for_rows(m, begins, follows, end, fills, offset)
+        goes_on = job.values & ~job.first
+        self._ask_for_rows(m, begins, follows, end_row, fills, offset)
 
         # Rows of the open window that are asked for, from `peeked` to `open_end`.
         peeked, open_end, unanswered = (Signal(range(cache.group + 1)) for _ in range(3))
@@ -136,10 +125,11 @@ class CacheControl(wiring.Component):
         m.d.sync += unanswered.eq(unanswered + (self.peek.valid & self.peek.ready) - self.staged_row)
         m.d.comb += self.peek.valid.eq((peeked != open_end) & (unanswered == 0))
 
+        position = self.resume.payload.data
         m.d.comb += [
-            self.resume.payload.data.kind.eq(Mux(fills, Table.WINDOW, Table.POSITION)),
-            self.resume.payload.data.value.eq(position[:16]),
-            self.resume.payload.data.index.eq(position[16:]),
+            position.kind.eq(Mux(fills, Table.WINDOW, Table.POSITION)),
+            position.value.eq(job.position[:16]),
+            position.index.eq(job.position[16:]),
         ]
         self._calibration(m)
         quiet = Signal(range(QUIET_CYCLES + 1))
@@ -154,24 +144,24 @@ class CacheControl(wiring.Component):
                     m.next = "BEGIN"
             with m.State("BEGIN"):
                 m.d.comb += self.clear.eq(1)
-                m.d.sync += [end.eq(in_window + job.tokens), bits.eq(in_window), step.eq(window_bits), offset.eq(0)]
+                m.d.sync += [end_row.eq(in_window + job.tokens), bits.eq(in_window), step.eq(window_bits), offset.eq(0)]
                 m.next = "FILLS"
             with m.State("FILLS"):
-                m.d.sync += fills.eq(values & (end >= cache.group))
+                m.d.sync += fills.eq(job.values & (end_row >= cache.group))
                 m.d.comb += [
                     self.record_start.eq(1),
-                    self.record_part.eq(Mux(values, RecordPart.VALUE_SINKS, RecordPart.KEY_SINKS)),
-                    self.record_row.eq(position),
+                    self.record_part.eq(Mux(job.values, RecordPart.VALUE_SINKS, RecordPart.KEY_SINKS)),
+                    self.record_row.eq(job.position),
                 ]
                 m.next = "OFFSET"
             with m.State("OFFSET"):
                 # Rows of the window that the record holds are not read, if it stays open.
                 with m.If(~goes_on | fills | (step == 0)):
-                    m.d.sync += [begins.eq(values), follows.eq(1)]
+                    m.d.sync += [begins.eq(job.values), follows.eq(1)]
                     m.next = "CALIBRATE"
                 with m.Else():
                     m.d.sync += [
-                        offset.eq((offset << 1) + Mux(bits[-1], stride, 0)),
+                        offset.eq((offset << 1) + Mux(bits[-1], job.stride, 0)),
                         bits.eq(bits << 1),
                         step.eq(step - 1),
                     ]
@@ -182,7 +172,7 @@ class CacheControl(wiring.Component):
             with m.State("TABLES"):
                 with m.If(self.calibrated):
                     m.next = "SETTLE"
-                    with m.If(~(values & first)):
+                    with m.If(~(job.values & job.first)):
                         m.next = "RESUME"
             with m.State("RESUME"):
                 m.d.comb += self.resume.valid.eq(1)
@@ -201,9 +191,9 @@ class CacheControl(wiring.Component):
             with m.State("WORK"):
                 with m.If(is_quiet):
                     m.next = "MERGE"
-                    with m.If(values):
+                    with m.If(job.values):
                         m.next = "WINDOW"
-                    with m.If(values & first):
+                    with m.If(job.values & job.first):
                         # They come along with any row of an open window, even an empty one.
                         m.d.comb += [self.record_start.eq(1), self.record_part.eq(RecordPart.VALUE_SCALES)]
                         m.d.sync += [peeked.eq(0), open_end.eq(1)]
@@ -218,7 +208,7 @@ class CacheControl(wiring.Component):
                     self.record_part.eq(RecordPart.VALUE_WINDOW),
                     self.record_row.eq(first_row),
                 ]
-                m.d.sync += [peeked.eq(first_row), open_end.eq(rows_behind)]
+                m.d.sync += [peeked.eq(first_row), open_end.eq(end_row[:window_bits])]
                 m.next = "STAGED"
             with m.State("STAGED"):
                 with m.If((peeked == open_end) & (unanswered == 0) & self.quiet):
@@ -234,18 +224,21 @@ class CacheControl(wiring.Component):
                     m.next = "IDLE"
         return m
 
-    def _ask_for_rows(self, m: Module, begins: Signal, follows: Signal, end, fills, offset) -> None:
+    def _ask_for_rows(self, m: Module, begins: Signal, follows: Signal, end_row, fills, offset) -> None:
         """First, of values, the scan or the row of scales, then the rows."""
         job, port_bytes, rows = self.current, self.p.soc.port_bytes, self.rows.payload
-        of_scales = begins & ~job.first
         scales = job.record + self.layout.record.value_scales.offset // port_bytes
         m.d.comb += [
             self.rows.valid.eq(begins | follows),
-            rows.address.eq(Mux(of_scales, scales, job.rows + offset)),
+            rows.address.eq(job.rows + offset),
             rows.stride.eq(job.stride),
-            rows.rows.eq(Mux(of_scales, 1, Mux(fills, end, job.tokens))),
-            rows.tag.eq(Mux(begins, SCAN | START, Mux(job.values, 0, START))),
+            rows.rows.eq(Mux(fills, end_row, job.tokens)),
+            rows.tag.eq(Mux(job.values, 0, START)),
         ]
+        with m.If(begins):
+            m.d.comb += rows.tag.eq(SCAN | START)
+            with m.If(~job.first):
+                m.d.comb += [rows.address.eq(scales), rows.rows.eq(1)]
         with m.If(self.rows.valid & self.rows.ready):
             m.d.sync += [begins.eq(0), follows.eq(begins)]
 

@@ -28,6 +28,9 @@ class SocParameters(Parameters):
     weight_words: int = Field(
         512, ge=4, le=8192, description="Weights read ahead, in words of the port; room for two bursts at least."
     )
+    attention: bool = Field(
+        False, description="Caches in memory and attention over them, behind descriptors of the top."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -86,11 +86,12 @@ class WordArbiter(wiring.Component):
     def elaborate(self, platform):
         m = Module()
         chosen = Signal(range(max(2, self.clients)))
+        valid = Array(port.valid for port in self.i)
         free = Signal()
         m.d.comb += free.eq(~self.o.valid | self.o.ready)
         with m.If(free):
             m.d.sync += [
-                self.o.valid.eq(Array(port.valid for port in self.i)[chosen]),
+                self.o.valid.eq(valid[chosen]),
                 self.o.payload.eq(Array(port.payload.as_value() for port in self.i)[chosen]),
             ]
         for number, port in enumerate(self.i):
