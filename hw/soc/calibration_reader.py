@@ -58,19 +58,21 @@ class CalibrationReader(wiring.Component):
         table = Signal(Table)
         part = Signal(range(3))
         narrow, entries, per_word = Signal(), Signal(range(max(TABLE_ENTRIES, self.channels) + 1)), bits // 8
+        kind = Signal(Table)
         m.d.comb += narrow.eq(part == 0)
         with m.Switch(part):
             with m.Case(0):
-                m.d.comb += [entries.eq(TABLE_ENTRIES), self.o.payload.data.kind.eq(Table.COEFFICIENT)]
+                m.d.comb += [entries.eq(TABLE_ENTRIES), kind.eq(Table.COEFFICIENT)]
             with m.Case(1):
-                m.d.comb += [entries.eq(THRESHOLDS), self.o.payload.data.kind.eq(Table.THRESHOLD)]
+                m.d.comb += [entries.eq(THRESHOLDS), kind.eq(Table.THRESHOLD)]
             with m.Default():
-                m.d.comb += [entries.eq(count), self.o.payload.data.kind.eq(table)]
+                m.d.comb += [entries.eq(count), kind.eq(table)]
         part_end, word_end, moves, takes = Signal(), Signal(), Signal(), Signal()
         m.d.comb += [
             part_end.eq(index == entries - 1),
             word_end.eq(part_end | (place == Mux(narrow, per_word - 1, per_word // 2 - 1))),
             self.o.valid.eq(filled),
+            self.o.payload.data.kind.eq(kind),
             self.o.payload.data.index.eq(index),
             self.o.payload.data.value.eq(Mux(narrow, word[:8], word[:16])),
             moves.eq(self.o.valid & self.o.ready),

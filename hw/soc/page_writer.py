@@ -1,6 +1,6 @@
 """Writes of a cache to its pages as words of the port."""
 
-from amaranth.hdl import Module, Mux, Signal
+from amaranth.hdl import Array, Module, Mux, Signal
 from amaranth.lib import stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -91,12 +91,14 @@ class PageWriter(wiring.Component):
             m.d.sync += occupied.eq(0)
         with m.If(self.start):
             m.d.sync += has_page.eq(0)
+        data = Array(held.data.word_select(k, soc.port_bits) for k in range(steps))
+        keep = Array(held.keep.word_select(k, soc.port_bytes) for k in range(steps))
         with m.If(free):
             word = self.o.payload
             m.d.sync += [
                 self.o.valid.eq(moves),
                 word.address.eq(page + (held.user.address >> soc.align_bits) + step),
-                word.data.eq(held.data.word_select(step, soc.port_bits)),
-                word.strobes.eq(held.keep.word_select(step, soc.port_bytes)),
+                word.data.eq(data[step]),
+                word.strobes.eq(keep[step]),
             ]
         return m

@@ -1,6 +1,6 @@
 """What a cache keeps beside its pages, to the record of its sequence."""
 
-from amaranth.hdl import Const, Module, Mux, Signal, Value
+from amaranth.hdl import Array, Const, Module, Mux, Signal, Value
 from amaranth.lib import enum, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -100,7 +100,7 @@ class RecordWriter(wiring.Component):
         size, strobes = Mux(wide, *sizes), Mux(wide, *((1 << size) - 1 for size in sizes))
         of_scale, valid, moves, ends = (Signal() for _ in range(4))
         payload = self._payload(m, wide, of_sinks, row_end, filling)
-        data = payload.word_select(step, self.soc.port_bits)
+        data = Array(payload.word_select(k, self.soc.port_bits) for k in range(most_words))[step]
         with m.If(~self.o.valid | self.o.ready):
             m.d.comb += moves.eq(valid)
             m.d.sync += self.o.valid.eq(valid)

@@ -85,7 +85,7 @@ class Bench:
         for cycle in range(LONGEST_JOB):
             await FallingEdge(dut.clk)
             taken = taken or int(dut.s_axis_job_tready.value) == 1
-            ends = {"done": dut.done, "fault": dut.fault_code, "write": dut.write_error}
+            ends = {"write": dut.write_error, "fault": dut.fault_code, "done": dut.done}
             how = next((name for name, handle in ends.items() if int(handle.value)), None)
             if step.stop_after is not None and cycle >= step.stop_after:
                 how = how or "stopped"

@@ -197,7 +197,7 @@ def test_flags_tell_of_their_job_alone():
         at = bad.addresses[values] + row * bad.stride + 2 * column
         scene.image[at : at + 2] = bad.rows[values][row, column].tobytes()
     before = bytes(scene.image)
-    steps = [Step(scene.job(s, values, 3)) for s in (bad, good) for values in (False, True)]
+    steps = [Step(scene.job(s, values, 7)) for s in (bad, good) for values in (False, True)]
     # A reserved coefficient, whichever entry is chosen; its groups count 0, in pages that nothing else is written to.
     spoilt = replace(steps[2], job=steps[2].job | {"calibration": len(before) // P.soc.port_bytes})
     entries = scene.layout.key_calibration.encode([200], [], scene.heads[0].mean.tobytes())
