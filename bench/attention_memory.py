@@ -59,9 +59,7 @@ def main(tokens: int, latency: int) -> None:
     p = TopParameters(chosen.linear, SocParameters(), attention=attention)
     options = {"latency": latency, "memory_bytes": MEMORY_BYTES}
     cycles, words = bench.run(p, program, options=options, paths=[FOLDER], tokens=tokens)
-    print(
-        f"{tokens} tokens, latency {latency}: {cycles:.0f} cycles, {words:.0f} words, {words / cycles:.3f} words a cycle"
-    )
+    print(f"{tokens} tokens, latency {latency}: {cycles:.0f} cycles, {words:.0f} words, {words / cycles:.3f} a cycle")
 
 
 if __name__ == "__main__":
