@@ -1,6 +1,6 @@
 """Attention through descriptors: cycles of a descriptor, and how much of the memory port it uses.
 
-Usage: python bench/attention_memory.py [TOKENS] [LATENCY]
+Usage: python bench/attention_memory.py [TOKENS] [LATENCY] [QUERIES]
 
 Descriptors behind each other over a cache of zeros (time does not depend on the data), in Verilator.
 """
@@ -16,16 +16,16 @@ from kvant.sim.soc import bench
 from kvant.sim.soc.driver import Accelerator
 
 FOLDER = str(Path(__file__).parent)
-DEFAULTS = [512, 50]
+DEFAULTS = [512, 50, 1]
 MEMORY_BYTES = 1 << 18
 COUNTS = (2, 10)
 """Descriptors of the runs whose difference counts."""
 
 
-def program(host, tokens):
+def program(host, tokens, queries):
     """Cycles and words of a descriptor."""
     accelerator = Accelerator(host, range(MEMORY_BYTES))
-    layout, queries = accelerator.cache, accelerator.attention.queries
+    layout = accelerator.cache
     # Windows all lie in page 0 of the pools.
     addresses = {
         "q": accelerator.allocate(queries * layout.query.query_bytes),
@@ -53,13 +53,14 @@ def program(host, tokens):
     return cycles, read / accelerator.p.soc.port_bytes
 
 
-def main(tokens: int, latency: int) -> None:
+def main(tokens: int, latency: int, queries: int) -> None:
     chosen = config.load(None, ["rows=2", "cols=2", "accumulators=8", "activation_words=64"])
     attention = AttentionParameters(sinks=4, capacity=1024, queries=2)
     p = TopParameters(chosen.linear, SocParameters(), attention=attention)
     options = {"latency": latency, "memory_bytes": MEMORY_BYTES}
-    cycles, words = bench.run(p, program, options=options, paths=[FOLDER], tokens=tokens)
-    print(f"{tokens} tokens, latency {latency}: {cycles:.0f} cycles, {words:.0f} words, {words / cycles:.3f} a cycle")
+    cycles, words = bench.run(p, program, options=options, paths=[FOLDER], tokens=tokens, queries=queries)
+    what = f"{queries} queries, {tokens} tokens, latency {latency}"
+    print(f"{what}: {cycles:.0f} cycles, {words:.0f} words, {words / cycles:.3f} a cycle")
 
 
 if __name__ == "__main__":
