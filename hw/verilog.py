@@ -31,6 +31,7 @@ _DECLARATION = re.compile(r"  (?:(?:input|output|inout) )?(?:wire|reg)?(?: signe
 _SELECT = re.compile(r"\b([A-Za-z_]\w*)\[(\d+)(?::(\d+))?\]")
 _ASSIGNMENT = re.compile(r"( +)(\w+)(\[[\d:]+\])? = ")
 _NEXT_STATE = re.compile(r"    (?:if \(.*\) |else )?\w+(?:\[.*\])? <= \w+;")
+_CONSTANT = re.compile(r"(\d+)'h[0-9a-f]+(?=;$)")
 _NOT = re.compile(r"! ?([A-Za-z_]\w*)(\[\d+:\d+\])?(?=[;)])")
 
 
@@ -38,7 +39,8 @@ def polish(verilog: str) -> str:
     """Repair a text of one or more modules.
 
     - Runs of equal initial memory words become a loop.
-    - Slices that ``always_comb`` reads get a wire of their own: Icarus 11 cannot be sensitive to a slice.
+    - Slices that ``always_comb`` reads get a wire of their own: Icarus 11 cannot be sensitive to a slice. So does a
+      constant that is all it reads: it wants to be sensitive to something.
     - An ``always_comb`` that overrides a default works on a variable and assigns its target once, at the end: the
       target would show both values, and an event simulator chases such glitches round any loop of whole signals
       for ever, although no bit depends on itself. Where only registers read the target this does not matter.
@@ -78,18 +80,29 @@ def _polish_module(module: str) -> str:
             wires[match[0]] = name
         return wires[match[0]]
 
-    result, in_comb = [], False
+    def name_constant(match: re.Match) -> str:
+        name = f"constant_{len(constants)}"
+        while name in names:
+            name += "_"
+        names.add(name)
+        constants.append(f"  wire [{int(match[1]) - 1}:0] {name} = {match[0]};")
+        return name
+
+    constants: list[str] = []
+    result, in_comb, single = [], False, False
     for line in lines:
         text = _NOT.sub(reduce_not, line)
         if text == "  always_comb begin":
             in_comb = True
         elif text == "  end":
             in_comb = False
-        elif in_comb:
+        elif in_comb or single:
             target, equals, source = text.rpartition(" = ")
-            text = target + equals + _SELECT.sub(name_slice, source)
+            source = _SELECT.sub(name_slice, source)
+            text = target + equals + (_CONSTANT.sub(name_constant, source) if single else source)
+        single = text == "  always_comb"
         result.append(text)
-    declarations = []
+    declarations = constants
     for select, name in wires.items():
         _, high, low = _SELECT.fullmatch(select).groups()
         width = "" if low is None else f"[{int(high) - int(low)}:0] "
@@ -146,6 +159,7 @@ def _overridden(block: list[str]) -> str | None:
 
 
 def _fold_initial_words(lines: list[str]) -> Iterator[str]:
+    """Elsewhere such an assignment is one of a bit, whose name may yet change."""
     run: list[re.Match] = []
     in_initial = False
 
@@ -158,6 +172,7 @@ def _fold_initial_words(lines: list[str]) -> Iterator[str]:
         run.clear()
         return text
 
+    in_initial = False
     for line in lines:
         in_initial = line == "  initial begin" or (in_initial and line != "  end")
         match = _INITIAL_WORD.fullmatch(line) if in_initial else None

@@ -47,7 +47,8 @@ NOTES = {
     "above. They have no effect on `linear`, which has `rows * cols` lanes.",
     "pq": "Fields of `pq`, which also takes `group`, `lanes`, `head_dim`, `heads`, `sinks`, `centred`, `capacity` "
     "(here the coded tokens whose scores are buffered) and `port_bits` from above.",
-    "soc": "Fields of `top`, which also takes those of `linear`, and `port_bits` from above.",
+    "soc": "Fields of `top`, which also takes those of `linear`, `port_bits` from above, and with `attention` those of "
+    "`kcache`, `vcache` and `attention`.",
     "attention": "Fields of `attention`, which also takes `group`, `rows`, `cols`, `max_coefficient`, `quant_lanes`, "
     "`multiplier`, `adder`, `head_dim`, `lanes`, `sinks`, `capacity` and `port_bits` from above; the caches in "
     "front of it take all fields of `kcache`, `vcache` and `pq`.",

@@ -11,6 +11,8 @@ from kvant import config
 from kvant.blocks import Vectors
 from kvant.config import Config
 from kvant.errors import InputError
+from kvant.hw.attention.parameters import AttentionParameters
+from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.parameters import SocParameters, TopParameters
@@ -25,19 +27,31 @@ def top_parameters(chosen: Config) -> TopParameters:
     Raises
     ------
     InputError
-        The linear path and the memory port do not fit each other.
+        The linear path, the memory port, the caches and the attention do not fit each other.
     """
     try:
-        return TopParameters(chosen.linear, chosen.soc)
+        if not chosen.soc.attention:
+            return TopParameters(chosen.linear, chosen.soc)
+        return TopParameters(chosen.linear, chosen.soc, cache=chosen.cache, attention=chosen.attention)
     except ParameterError as error:
         raise InputError(str(error)) from None
 
 
 class TopBlock(SimulatedBlock):
-    """Registers, memory port and sequencer around the linear path; see `kvant.hw.soc.top.KvantTop`."""
+    """Registers, memory port and sequencer around the engines; see `kvant.hw.soc.top.KvantTop`."""
 
-    summary = "accelerator: AXI4-Lite registers, descriptors in memory over AXI4, the linear path"
-    fields = tuple(dict.fromkeys((*LinearParameters.model_fields, *SocParameters.model_fields, "coefficients")))
+    summary = "accelerator: AXI4-Lite registers, descriptors in memory over AXI4, the linear path; caches and attention"
+    fields = tuple(
+        dict.fromkeys(
+            (
+                *LinearParameters.model_fields,
+                *SocParameters.model_fields,
+                *CacheParameters.model_fields,
+                *AttentionParameters.model_fields,
+                "coefficients",
+            )
+        )
+    )
     held = ()
 
     def build(self, chosen: Config):
@@ -47,17 +61,21 @@ class TopBlock(SimulatedBlock):
         return KvantTop(top_parameters(chosen))
 
     def parameters(self, chosen: Config) -> Mapping[str, Any]:
-        """The fields of `LinearParameters` and `SocParameters`."""
-        return chosen.linear.model_dump() | chosen.soc.model_dump()
+        """The fields of `LinearParameters` and `SocParameters`, and with attention those of caches and attention."""
+        p = top_parameters(chosen)
+        parts = [part for part in (p.linear, p.soc, p.cache, p.attention) if part is not None]
+        return {name: value for part in parts for name, value in part.model_dump().items()}
 
     def facts(self, chosen: Config) -> Mapping[str, Any]:
         """Throughput, stream orders, widths, and what lies in memory, for the manifest."""
         from kvant.hw.soc import weight_layout
-        from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS
+        from kvant.hw.soc.cache_memory import CacheMemory
+        from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, kinds_of
 
         p = top_parameters(chosen)
         linear = LinearBlock().facts(chosen)
         step = p.soc.port_bytes
+        caches = {} if p.cache is None else {"caches": CacheMemory(p.cache, step).description}
         return {
             "throughput": {
                 "bytes per cycle at the memory port": step,
@@ -70,14 +88,18 @@ class TopBlock(SimulatedBlock):
                 "descriptors": {
                     "bytes": DESCRIPTOR_BYTES,
                     "byte_order": "little endian",
-                    "fields": [
-                        {"name": field.name, "offset": field.offset, "bits": field.width, "description": field.doc}
-                        for field in FIELDS
-                    ],
+                    "kinds": {
+                        kind.opcode.name: [
+                            {"name": field.name, "offset": field.offset, "bits": field.width, "description": field.doc}
+                            for field in kind.all_fields
+                        ]
+                        for kind in kinds_of(p)
+                    },
                 },
                 "weights": weight_layout.layout(p),
                 "x": {"element": "IEEE 754 binary16", "order": f"rows; each begins at a multiple of {step} bytes"},
                 "y": {"element": "IEEE 754 binary32", "order": f"rows; each begins at a multiple of {step} bytes"},
+                **caches,
             },
         }
 

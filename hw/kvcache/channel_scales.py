@@ -86,7 +86,8 @@ class ChannelScales(wiring.Component):
     """INT8 scales of the channels: largest magnitude of a scan over the prefill, at least the floor, over 127.
 
     ``s8 = fp16(max / 127)`` is the largest of ``fp16(|v| / 127)``, because rounding does not change an order: the scan
-    takes the maximum of rounded quotients, and the first of its rows begins with the floor's.
+    takes the maximum of rounded quotients, and the first of its rows begins with the floor's. The scales of a sequence
+    that goes on come as a row instead.
     Source: docs/numerics.md, "The V cache".
 
     Parameters
@@ -106,9 +107,9 @@ class ChannelScales(wiring.Component):
     -------
     write : in
         Changes the floors.
-    valid, address, scan, first, skip, tail : in
-        A transfer of a row and its place; it belongs to the scan, to the scan's first row, to a row that takes no part;
-        it is the last one of its row, whose surplus lanes have scale 0.
+    valid, address, scan, first, loads, skip, tail : in
+        A transfer of a row and its place; it belongs to the scan, to the scan's first row, to a row of scales (which is
+        one of the scan), to a row that takes no part; it is the last one of its row, whose surplus lanes have scale 0.
     magnitudes : in
         Of its elements, finite, `magnitude_delay` cycles later.
     scales : out
@@ -125,7 +126,7 @@ class ChannelScales(wiring.Component):
         words = p.heads * p.row_transfers
         self._memory = RowMemory(data.ArrayLayout(16, p.lanes), words, p.row_transfers, looks=looks)
         self._floors = ChannelTable(p, Table.FLOOR)
-        flags = ["valid", "scan", "first", "skip", "tail"]
+        flags = ["valid", "scan", "first", "loads", "skip", "tail"]
         super().__init__(
             {
                 "write": In(TableEntryWrite()),
@@ -167,6 +168,7 @@ class ChannelScales(wiring.Component):
         skip = register(self.skip, "skip", cycles=self.magnitude_delay)
         tail = register(self.tail, "tail", cycles=self.magnitude_delay)
         begins = register(first, "begins", cycles=1 + RowMemory.decision)
+        loads = register(self.loads, "loads", cycles=self.latency)
         surplus_from = p.head_dim - (p.row_transfers - 1) * p.lanes
         for lane in range(p.lanes):
             # The floor, in the first row, and the element.
@@ -179,5 +181,9 @@ class ChannelScales(wiring.Component):
             m.d.comb += quotient.absmax.eq(unpack(larger))
             old = scales.old[lane]
             keeps = ~begins & (quotient.scale < old)
-            m.d.comb += [scales.new[lane].eq(Mux(keeps, old, quotient.scale)), self.scales[lane].eq(old)]
+            loaded = register(self.magnitudes[lane], "loaded", cycles=1 + RowMemory.decision)
+            m.d.comb += [
+                scales.new[lane].eq(Mux(loads, loaded, Mux(keeps, old, quotient.scale))),
+                self.scales[lane].eq(old),
+            ]
         return m

@@ -54,6 +54,10 @@ class RowPlan(data.StructLayout):
         Row of the scan; otherwise it is staged.
     scan_first : 1
         First row of the scan: former maxima do not count.
+    scales : 1
+        Its elements are the scales of a sequence that goes on.
+    repeated : 1
+        A staged row that was one of the sequence before it went on.
     sink : 1
         One of the first `sinks` tokens of the sequence.
     row : 0 .. ring_rows - 1
@@ -77,6 +81,8 @@ class RowPlan(data.StructLayout):
                 "drop": 1,
                 "scan": 1,
                 "scan_first": 1,
+                "scales": 1,
+                "repeated": 1,
                 "sink": 1,
                 "row": range(ring_rows),
                 "base": range(ring_rows),
@@ -204,6 +210,9 @@ class WindowControl(wiring.Component):
       and the oldest page is still to be written;
     - it starts a sequence and windows of the head's former one are pending.
 
+    A sequence that goes on (`resume`) has a scan of one row, which holds its scales, and counts from its position on,
+    in the first row of the ring of a window that begins there, and in the first page.
+
     A row that breaks the order of a sequence is granted with ``plan.drop`` and raises `error`: one of a head that does
     not exist, a start outside the scan, a row of the scan while rows are staged, any row without a start while the
     state is EMPTY.
@@ -240,6 +249,10 @@ class WindowControl(wiring.Component):
     end, end_head : in
         The head's sequence ends, after a row that is taken in the same cycle: its open window and its pages are given
         up. Windows that are pending must still be released. Ignored for a head that does not exist.
+    resume, resume_head, position, repeats : in
+        The head's next sequence goes on: its first staged row has this position, or, with `repeats`, that of the first
+        row of its window, and rows before the position are repeated. Not in the cycle of a start of any head. It
+        replaces what was said for another head before.
     status_head : in
     status : out
         State of `status_head` as it was in the cycle before.
@@ -270,6 +283,10 @@ class WindowControl(wiring.Component):
                 "release_head": In(8),
                 "end": In(1),
                 "end_head": In(8),
+                "resume": In(1),
+                "resume_head": In(8),
+                "position": In(POSITION_BITS),
+                "repeats": In(1),
                 "status_head": In(8),
                 "status": Out(HeadStatus(p, ring_rows)),
                 "full": Out(1),
@@ -296,9 +313,33 @@ class WindowControl(wiring.Component):
                 "last_of_window": 1,  # the next row completes the window
                 "ring_end": 1,  # with `pending_limit` windows pending the next row finds the ring full
                 "pages_held": 1,  # every page is taken
+                "goes_on": 1,  # the sequence was begun before
+                "repeats": range(p.group),  # rows to come that are repeated
             }
         )
-        begin_counters = {"sinks": int(p.sinks > 0), "ring_end": int(ring_rest == 0)}
+        anew = head_counters.const({"sinks": int(p.sinks > 0), "ring_end": int(ring_rest == 0)})
+        # Where the next sequence of one head begins; at 0 where nothing else was said.
+        first, first_head = Signal(head_counters, init=anew), Signal(8)
+        in_window = self.position[:window_bits]
+        row, repeats = Signal(window_bits), Signal(window_bits)
+        position = Signal(POSITION_BITS)  # of the first row that is staged
+        m.d.comb += [
+            row.eq(Mux(self.repeats, 0, in_window)),
+            repeats.eq(Mux(self.repeats, in_window, 0)),
+            position.eq(Cat(row, self.position[window_bits:])),
+        ]
+        with m.If(self.resume):
+            m.d.sync += [
+                first.window_row.eq(row),
+                first.row.eq(row),
+                first.number.eq(position[window_bits:]),
+                first.sinks.eq(Mux(position < p.sinks, position, p.sinks) if p.sinks else 0),
+                first.last_of_window.eq(row == p.group - 1),
+                first.ring_end.eq(row == ring_rest),
+                first.goes_on.eq(1),
+                first.repeats.eq(repeats),
+                first_head.eq(self.resume_head),
+            ]
         m.submodules.counters = counters = memory.Memory(shape=head_counters, depth=max(2, p.heads), init=[])
         write, read, look = counters.write_port(), counters.read_port(domain="comb"), counters.read_port(domain="comb")
 
@@ -358,16 +399,19 @@ class WindowControl(wiring.Component):
             self.error.eq(self.take & ~legal),
         ]
 
-        # Plan and counters. Both passes begin to count at 0.
-        pass_begins, sinks, sink = Signal(), Signal.like(now.sinks), Signal()
+        # Plan and counters. Both passes begin to count at 0, unless the sequence goes on.
+        pass_begins, sinks, sink, resumes = Signal(), Signal.like(now.sinks), Signal(), Signal()
         m.d.comb += [
-            pass_begins.eq(opens | (staging & (state == SequenceState.SCAN))),
+            resumes.eq(opens & first.goes_on & (self.request.head == first_head)),
+            pass_begins.eq(opens | (staging & (state == SequenceState.SCAN) & ~now.goes_on)),
             sinks.eq(Mux(pass_begins, 0, now.sinks)),
             sink.eq(sinks != p.sinks),
             self.plan.drop.eq(~legal),
             self.plan.scan.eq(self.request.scan),
             self.plan.scan_first.eq(opens),
-            self.plan.sink.eq(sink),
+            self.plan.scales.eq(resumes),
+            self.plan.repeated.eq(staging & (now.repeats != 0)),
+            self.plan.sink.eq(sink & ~resumes),
             self.plan.row.eq(now.row),
             self.plan.base.eq(now.base),
             self.plan.window_row.eq(now.window_row),
@@ -386,10 +430,13 @@ class WindowControl(wiring.Component):
             after.eq(now),
             after.sinks.eq(sinks + sink),
         ]
+        with m.If(self.take & legal & resumes):
+            m.d.sync += first.eq(anew)
         with m.If(opens):
-            m.d.comb += after.eq(head_counters.const(begin_counters))
+            m.d.comb += after.eq(Mux(resumes, first, anew))
         with m.Elif(~self.request.scan):
             m.d.comb += [
+                after.repeats.eq(now.repeats - self.plan.repeated),
                 after.window_row.eq(now.window_row + 1),
                 after.row.eq(next_row),
                 after.last_of_window.eq(now.window_row == p.group - 2),

@@ -31,6 +31,14 @@ class Table(enum.IntEnum):
     CODEBOOK_V = 6
     """fp16 scale of the head's codebook of values; `index` is ignored."""
 
+    POSITION = 7
+    """The next sequence of the head is one that was begun before: its first row has this position (high half in
+    `index`, low half in `value`)."""
+
+    WINDOW = 8
+    """As POSITION, but its first row is the first one of the window of this position: rows before the position were
+    rows of the sequence before."""
+
 
 class TableWrite(data.StructLayout):
     """A transfer of the table port.

@@ -49,7 +49,10 @@ class PackerInput(data.StructLayout):
     flush : 1
         Read with `last`: bring the memory up to date, the open block's metadata and the trailer included.
     page_start : 1
-        The group is its page's first one. Whatever is still open of the head is dropped. (Constant over a group.)
+        The group is its page's first one, or the first one of those that are written of it now. Whatever is still open
+        of the head is dropped. (Constant over a group.)
+    place
+        With `page_start`: number of the group in its page. Bytes of the groups before it stay as they are.
     page_end : 1
         Read with `last`: the group is its page's last one, which need not be full.
     user : PageOwner
@@ -64,6 +67,7 @@ class PackerInput(data.StructLayout):
                 "meta": GroupMeta(),
                 "flush": 1,
                 "page_start": 1,
+                "place": range(max(p.group * p.row_groups, p.head_dim, 2)),
                 "page_end": 1,
                 "user": PageOwner(),
             }
@@ -82,7 +86,8 @@ class _Open(data.StructLayout):
 
     Members
     -------
-    group : groups complete
+    group : groups complete, or before `first`
+    first : the first group whose metadata are known
     base : offset in the page, in units of `UNIT_BYTES`
     buffer : which of the head's `_buffers` its metadata go to
     """
@@ -91,6 +96,7 @@ class _Open(data.StructLayout):
         super().__init__(
             {
                 "group": range(BLOCK_GROUPS),
+                "first": range(BLOCK_GROUPS),
                 "base": range(layout.trailer // UNIT_BYTES),
                 "buffer": range(_buffers(layout)),
             }
@@ -98,7 +104,7 @@ class _Open(data.StructLayout):
 
 
 class _Job(data.StructLayout):
-    """Metadata to be written: of the groups up to `last_group` of a block, then of the page if `trailer`."""
+    """Metadata to be written: of a block from its first known group to `last_group`, then of the page if `trailer`."""
 
     def __init__(self, p: CacheParameters, layout: PageLayout):
         super().__init__(
@@ -383,24 +389,38 @@ class MetaWords(wiring.Component):
 
         # Shift them into the word, which leaves when it is complete.
         payload = self.o.payload
-        m.d.comb += [done.eq(advance & read_valid & read_step.job_end), payload.keep.eq((1 << UNIT_BYTES) - 1)]
+        m.d.comb += done.eq(advance & read_valid & read_step.job_end)
         shifted = Signal(META_BITS)
         metadata_unit = self.layout.planes["scale"] // UNIT_BYTES
         address = Signal(ADDRESS_BITS)
+        # Bytes of groups before the first known one are not touched.
+        known_groups = Signal(BLOCK_GROUPS)
+        keep = Signal(UNIT_BYTES)
+        m.d.comb += known_groups.eq(Cat(job.open.first <= number for number in range(BLOCK_GROUPS)))
         m.d.comb += address.eq((job.open.base + (read_step.word + metadata_unit)) * UNIT_BYTES)
         with m.Switch(read_step.word):
             for k, kind in enumerate(self.kinds):
                 with m.Case(k):
                     incoming = Cat(held[kind] for held in entries)
                     m.d.comb += shifted.eq(Cat(payload.data[len(incoming) :], incoming))
+                    if kind == "scale":
+                        of_word = known_groups[k * BLOCK_GROUPS // SCALE_BYTES :][: BLOCK_GROUPS // SCALE_BYTES]
+                        m.d.comb += keep.eq(Cat(bit.replicate(SCALE_BYTES) for bit in of_word))
+                    else:
+                        m.d.comb += keep.eq(known_groups)
             with m.Default():
                 timestamp = Cat(job.user.timestamp, Const(0, 8 * TIMESTAMP_BYTES - len(job.user.timestamp)))
-                m.d.comb += [shifted.eq(Cat(timestamp, job.coefficient)), address.eq(self.layout.trailer)]
+                m.d.comb += [
+                    shifted.eq(Cat(timestamp, job.coefficient)),
+                    address.eq(self.layout.trailer),
+                    keep.eq((1 << UNIT_BYTES) - 1),
+                ]
         with m.If(advance):
             m.d.sync += self.o.valid.eq(read_valid & read_step.word_end)
             with m.If(read_valid):
                 m.d.sync += [
                     payload.data.eq(shifted),
+                    payload.keep.eq(keep),
                     payload.last.eq(read_step.job_end & job.page_end),
                     payload.user.address.eq(address),
                     payload.user.page.eq(job.user.page),
@@ -446,7 +466,8 @@ class BlockPacker(wiring.Component):
         16, whichever is less; strobes say where within that unit a group of less stands, and that a word wider than
         a group is not full. `last`: last word of the page.
     meta : out stream
-        `PageWrite` of 128 bits, all bytes strobed, aligned. `last`: last word (the trailer) of the page.
+        `PageWrite` of 128 bits, aligned; all bytes are strobed but those of groups before the first `place`, which may
+        be all. `last`: last word (the trailer) of the page.
 
     Raises
     ------
@@ -505,9 +526,16 @@ class BlockPacker(wiring.Component):
 
         beat = Signal(PackerInput(p), reset_less=True)
         beat_valid, accept = Signal(), Signal()
+        first, first_base = Signal(range(BLOCK_GROUPS)), Signal(_Open(layout)["base"].shape)
+        block_bits = (BLOCK_GROUPS - 1).bit_length()
         m.d.comb += self.i.ready.eq(~beat_valid | accept)
         with m.If(self.i.ready):
-            m.d.sync += [beat_valid.eq(self.i.valid), beat.eq(self.i.payload)]
+            m.d.sync += [
+                beat_valid.eq(self.i.valid),
+                beat.eq(self.i.payload),
+                first.eq(self.i.payload.place),
+                first_base.eq((self.i.payload.place >> block_bits) * (layout.block_bytes // UNIT_BYTES)),
+            ]
 
         # The head's open block, looked up and brought up to date in one cycle: the next beat may belong to it.
         head = beat.user.head[: len(meta.head)]
@@ -533,18 +561,20 @@ class BlockPacker(wiring.Component):
                 m.d.sync += buffer.eq(next_open.buffer)
         closes = Signal()
         m.d.comb += [
-            open_block.group.eq(Mux(beat.page_start, 0, known.group)),
-            open_block.base.eq(Mux(beat.page_start, 0, known.base)),
+            open_block.group.eq(Mux(beat.page_start, first, known.group)),
+            open_block.first.eq(Mux(beat.page_start, first, known.first)),
+            open_block.base.eq(Mux(beat.page_start, first_base, known.base)),
             open_block.buffer.eq(buffers[head]),
             closes.eq((open_block.group == BLOCK_GROUPS - 1) | beat.page_end),
             next_open.group.eq(Mux(closes, 0, open_block.group + 1)),
+            next_open.first.eq(Mux(closes, 0, open_block.first)),
             next_open.base.eq(open_block.base + Mux(closes, layout.block_bytes // UNIT_BYTES, 0)),
             next_open.buffer.eq(open_block.buffer + closes),
             store.eq(accept & beat.last),
         ]
         waits = Signal()  # for metadata that are still to be written
         m.d.comb += [
-            waits.eq(beat.last & meta.busy & (meta.push | (open_block.group == 0))),
+            waits.eq(beat.last & meta.busy & (meta.push | beat.page_start | (open_block.group == 0))),
             accept.eq(beat_valid & codes.ready & ~waits),
             codes.accept.eq(accept),
             codes.codes.eq(beat.codes),

@@ -106,15 +106,18 @@ class Requantizer(wiring.Component):
     -------
     cfg : in stream
         data : `TableWrite`
-            Tables, and the end of a head's sequence. Not while rows of that head are under way. What there is no place
-            for raises `error`.
+            Tables, the end of a head's sequence, and, unless the cache is centred, the position at which its next one
+            goes on: a window that becomes full is right if all its rows come; rows that are repeated count no more as
+            `saturated` and do not leave as sinks. Not while rows of that head are under way. What there is no place for
+            raises `error`.
     v : in stream
         data : lanes * 16
             fp16 elements of a row, the earlier one in the lower lane; `p.row_transfers` transfers a row, surplus lanes
             of its last one are ignored.
         user : start 1, scan 1, head 8
             Read with a row's first transfer. `scan`: row of the first pass of the prefill; `start`: the first of these.
-            Then the rows of the sequence follow, those of the prefill again.
+            Then the rows of the sequence follow, those of the prefill again. The scan of a sequence that goes on (see
+            `cfg`) is one row, whose elements are the scales of the channels.
     sink : out stream
         See `sink_output`: the rows of the first `p.sinks` tokens.
     peek : in stream, staged : out stream
@@ -190,11 +193,15 @@ class Requantizer(wiring.Component):
         write = Signal(TableEntryWrite())
         started = Signal()  # low in reset, in which nothing may be taken
         m.d.sync += started.eq(1)
-        ended, misplaced = self._tables(m, write, started)
+        ended, resumed, misplaced = self._tables(m, write, started)
         errors.append(misplaced)
         m.d.comb += [
             control.end.eq(ended),
             control.end_head.eq(write.data.head),
+            control.resume.eq(resumed),
+            control.resume_head.eq(write.data.head),
+            control.position.eq(Cat(write.data.value, write.data.index)),
+            control.repeats.eq(write.data.kind == Table.WINDOW),
             scales.write.eq(write),
             chain.write.eq(write),
         ]
@@ -213,7 +220,7 @@ class Requantizer(wiring.Component):
             control.offered.eq(started & self.v.valid & ~in_row),
             control.take.eq(control.offered & take),
             plan.eq(Mux(in_row, held_plan, control.plan)),
-            sink_row.eq(plan.sink & ~plan.scan & ~plan.drop),
+            sink_row.eq(plan.sink & ~plan.scan & ~plan.drop & ~plan.repeated),
             # A row that is still to be read must not be overwritten by the next sequence.
             held_back.eq(peeks.hold & user.start & (user.head == peeks.hold_head)),
             self.v.ready.eq(started & (in_row | (control.granted & ~held_back)) & (sink_room | ~sink_row)),
@@ -264,6 +271,7 @@ class Requantizer(wiring.Component):
         row_early, tail_early = register(row_1, "row", cycles=early), register(tail_1, "tail", cycles=early)
         to_elements = timing.elements - timing.scales
         sink = register(row_early.sink, "sink", cycles=to_elements)
+        repeated = register(row_early.repeated, "repeated", cycles=to_elements)
         at_tail = register(tail_early, "tail", cycles=to_elements)
         finite = Signal(data.ArrayLayout(16, p.lanes))
         for lane in range(p.lanes):
@@ -278,10 +286,11 @@ class Requantizer(wiring.Component):
             scales.address.eq(register(address, "address", cycles=early)),
             scales.scan.eq(scanning[timing.scales]),
             scales.first.eq(row_early.scan_first),
+            scales.loads.eq(row_early.scales),
             scales.skip.eq(row_early.sink),
             scales.tail.eq(tail_early),
         ]
-        clamped = Signal(p.lanes)
+        clamped, counts = Signal(p.lanes), Signal()
         for lane in range(p.lanes):
             m.submodules[f"staging_{lane}"] = staging_lane = StagingLane()
             element = register(Mux(sink, 0, finite[lane]), "element", cycles=timing.lanes - timing.elements)
@@ -291,7 +300,7 @@ class Requantizer(wiring.Component):
                 staging_lane.scale.eq(scales.scales[lane]),
                 sums.q[lane].eq(staging_lane.q),
                 buffer.write_q[lane].eq(staging_lane.q),
-                clamped[lane].eq(staging_lane.clamped & staging[timing.staged]),
+                clamped[lane].eq(staging_lane.clamped & counts),
             ]
         count = register(sum(clamped[lane] for lane in range(p.lanes)), "count")
         m.d.sync += self.saturated.eq(self.saturated + count)
@@ -304,6 +313,7 @@ class Requantizer(wiring.Component):
                 "first": 1,
                 "last": 1,
                 "slot": range(slots),
+                "repeated": 1,
             }
         )
         place = Signal(place_shape, reset_less=True)
@@ -314,6 +324,7 @@ class Requantizer(wiring.Component):
             place.first.eq(row_1.first_of_window),
             place.last.eq(row_1.last_of_window),
             place.slot.eq(row_1.timestamp[window_bits:]),
+            place.repeated.eq(row_1.repeated),
         ]
         m.submodules.places = places = DelayLine(place_shape, timing.staged - 4)
         m.d.comb += places.i.eq(place)
@@ -325,6 +336,7 @@ class Requantizer(wiring.Component):
             sums.last.eq(staged_place.last),
             sums.slot.eq(staged_place.slot),
             buffer.write.eq(staging[timing.staged]),
+            counts.eq(staging[timing.staged] & ~register(staged_place.repeated, "repeated")),
             buffer.write_address.eq(register(staged_place.row_address, "row_address")),
         ]
 
@@ -401,7 +413,7 @@ class Requantizer(wiring.Component):
                 sinks.reserve.eq(take & sink_row),
                 sinks.first.eq(~in_row),
                 sinks.head.eq(plan.head),
-                sinks.valid.eq(staging[timing.elements] & sink),
+                sinks.valid.eq(staging[timing.elements] & sink & ~repeated),
                 sinks.elements.eq(finite),
             ]
 
@@ -421,9 +433,9 @@ class Requantizer(wiring.Component):
         return m
 
     def _tables(self, m: Module, write: Signal, started: Signal):
-        """Takes table writes: whether a sequence is ended, and whether one had no place."""
+        """Takes table writes: whether a sequence is ended, whether the next goes on, and whether one had no place."""
         p = self.p
-        ended, misplaced = Signal(), Signal()
+        ended, resumed, misplaced = Signal(), Signal(), Signal()
         m.d.comb += self.cfg.ready.eq(started)
         m.d.sync += [write.valid.eq(self.cfg.valid & started), write.data.eq(self.cfg.payload.data)]
         item = write.data
@@ -440,8 +452,11 @@ class Requantizer(wiring.Component):
                     m.d.comb += fits.eq(item.index < limit if limit else 0)
             with m.Case(Table.END):
                 m.d.comb += [fits.eq(1), ended.eq(write.valid)]
+            if not p.centred:  # which would take a mean out of the scales
+                with m.Case(Table.POSITION, Table.WINDOW):
+                    m.d.comb += [fits.eq(1), resumed.eq(write.valid)]
         m.d.comb += misplaced.eq(write.valid & ~(fits & (item.head < p.heads)))
-        return ended, misplaced
+        return ended, resumed, misplaced
 
     def _elements(self, m: Module, write, x, address, entered):
         """Finite elements, the mean taken out, in cycle `timing.elements`; and which were not finite.

@@ -372,8 +372,10 @@ class SpatialCache(wiring.Component):
             Read in a row's first transfer: first row of a sequence (which ends the head's former one), write to memory
             what is known after this row, and the head.
     cfg : in stream of `TableWrite`
-        Coefficients, thresholds, with `centred` means, and the end of a sequence. Tables of a head change while no
-        row of it is under way, and are kept at reset.
+        Coefficients, thresholds, with `centred` means, the end of a sequence, and the position at which the head's
+        next one goes on: pages that it began before stay as they are, but for the groups of its new rows, and the
+        groups behind them in their blocks. Tables of a head change while no row of it is under way, and are kept at
+        reset.
     sink : out stream
         The first `sinks` rows of a sequence as INT8; see `sink_output`.
     codes, meta : out stream of `PageWrite`
@@ -461,7 +463,7 @@ class SpatialCache(wiring.Component):
             m.d.sync += [held_valid.eq(self.k.valid), held.eq(self.k.payload)]
 
         # Rows under way, for the two places that have to know of them.
-        row_shape = data.StructLayout({"row": KeyRow(), "flush": 1})
+        row_shape = data.StructLayout({"row": KeyRow(p), "flush": 1})
         source_shape = data.StructLayout({"head": 8, "sink": 1})
         depth = ceil_div(self.latency + self._quantizer.latency, p.row_transfers) + 6
         m.submodules.rows = rows = fifo.SyncFIFOBuffered(width=row_shape.size, depth=depth)
@@ -532,6 +534,7 @@ class SpatialCache(wiring.Component):
             packed.meta.eq(beat.meta),
             packed.flush.eq(row.flush & beat.row_end),
             packed.page_start.eq(row.row.first_of_page & beat.first_group),
+            packed.place.eq(row.row.place),
             packed.page_end.eq(row.row.last_of_page & beat.row_end),
             packed.user.page.eq(row.row.page),
             packed.user.head.eq(row.row.head),
@@ -552,7 +555,7 @@ class SpatialCache(wiring.Component):
         return m
 
     def _tables(self, m: Module, running: Value, control: KeyControl) -> tuple[Value, Value]:
-        """The table write of the cycle before, and whether it is refused; ends sequences."""
+        """The table write of the cycle before, and whether it is refused; ends sequences, and says where they go on."""
         p = self.p
         write = Signal(TableEntryWrite())
         m.d.comb += self.cfg.ready.eq(running)
@@ -567,11 +570,14 @@ class SpatialCache(wiring.Component):
             if p.centred:
                 with m.Case(Table.MEAN):
                     m.d.comb += legal.eq(item.index < p.head_dim)
-            with m.Case(Table.END):
+            with m.Case(Table.END, Table.POSITION):
                 m.d.comb += legal.eq(1)
         m.d.comb += [
             control.end.eq(write.valid & (item.kind == Table.END)),
             control.end_head.eq(item.head),
+            control.resume.eq(write.valid & (item.kind == Table.POSITION)),
+            control.resume_head.eq(item.head),
+            control.position.eq(Cat(item.value, item.index)),
         ]
         return write, write.valid & ~(legal & (item.head < p.heads))
 

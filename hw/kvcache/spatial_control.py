@@ -31,7 +31,11 @@ class KeyRow(data.StructLayout):
     -------
     sink : 1
         One of the first `sinks` tokens of the sequence.
-    first_of_page, last_of_page : 1
+    first_of_page : 1
+        Nothing is known of its page: its first row, or the first row of a sequence that goes on.
+    place
+        With `first_of_page`: number of the row's first group in the page.
+    last_of_page : 1
     page : 24
         Slot of its page in the head's ring.
     timestamp : 32
@@ -39,11 +43,12 @@ class KeyRow(data.StructLayout):
     head : 8
     """
 
-    def __init__(self):
+    def __init__(self, p: CacheParameters):
         super().__init__(
             {
                 "sink": 1,
                 "first_of_page": 1,
+                "place": range(p.group * p.row_groups),
                 "last_of_page": 1,
                 "page": 24,
                 "timestamp": POSITION_BITS,
@@ -114,6 +119,9 @@ class KeyControl(wiring.Component):
         What belongs to it.
     end, end_head : in
         The head's sequence ends, after a row that is taken in the same cycle.
+    resume, resume_head, position : in
+        The head's next sequence begins at this position, in the first page of the ring; not in the cycle of a start of
+        any head. It replaces what was said for another head before.
     """
 
     def __init__(self, p: CacheParameters):
@@ -125,9 +133,12 @@ class KeyControl(wiring.Component):
                 "granted": Out(1),
                 "take": In(1),
                 "drop": Out(1),
-                "row": Out(KeyRow()),
+                "row": Out(KeyRow(p)),
                 "end": In(1),
                 "end_head": In(8),
+                "resume": In(1),
+                "resume_head": In(8),
+                "position": In(POSITION_BITS),
             }
         )
 
@@ -148,6 +159,24 @@ class KeyControl(wiring.Component):
         )
         m.submodules.counters = words = memory.Memory(shape=counters, depth=max(2, p.heads), init=[])
         write, read = words.write_port(), words.read_port(domain="comb")
+
+        # Where the next sequence of one head begins; at 0 where nothing else was said.
+        anew = counters.const({"last_slot": p.windows == 1})
+        first, place, first_head = Signal(counters, init=anew), Signal(range(p.group * p.row_groups)), Signal(8)
+        goes_on = Signal()
+        row, number = self.position[:row_bits], self.position[row_bits:]
+        with m.If(self.resume):
+            m.d.sync += [
+                first.row.eq(row),
+                first.number.eq(number),
+                first.sinks.eq(Mux(self.position < p.sinks, self.position, p.sinks) if p.sinks else 0),
+                first.last_of_page.eq(row == p.group - 1),
+                place.eq(row * p.row_groups),
+                first_head.eq(self.resume_head),
+                goes_on.eq(1),
+            ]
+        resumes = Signal()
+        m.d.comb += resumes.eq(self.start & goes_on & (self.head == first_head))
 
         head, end_head = Signal(range(max(2, p.heads))), Signal(range(max(2, p.heads)))
         begin, fill = Signal(), Signal()
@@ -170,7 +199,7 @@ class KeyControl(wiring.Component):
             state.eq(Array(states)[head]),
             read.addr.eq(head),
             old.eq(read.data),
-            now.eq(Mux(self.start, counters.const({"last_slot": p.windows == 1}), old)),
+            now.eq(Mux(resumes, first, Mux(self.start, anew, old))),
             known.eq(self.head < p.heads),
             legal.eq(known & (self.start | (state != KeyState.EMPTY))),
             self.drop.eq(~legal),
@@ -178,12 +207,15 @@ class KeyControl(wiring.Component):
             begin.eq(self.take & legal & self.start),
             sink.eq(now.sinks != p.sinks),
             self.row.sink.eq(sink),
-            self.row.first_of_page.eq(now.row == 0),
+            self.row.first_of_page.eq((now.row == 0) | resumes),
+            self.row.place.eq(Mux(resumes, place, 0)),
             self.row.last_of_page.eq(now.last_of_page),
             self.row.page.eq(now.slot),
             self.row.timestamp.eq(Cat(Const(0, row_bits), now.number)),
             self.row.head.eq(self.head),
         ]
+        with m.If(self.take & resumes):
+            m.d.sync += goes_on.eq(0)
         if not p.evict:
             m.d.comb += fill.eq(self.take & legal & now.last_of_page & now.last_slot)
         next_slot = Mux(now.last_slot, 0, now.slot + 1)

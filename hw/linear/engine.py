@@ -7,6 +7,7 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.linear.accumulate import GroupAccumulator
 from kvant.hw.linear.activation_buffer import ActivationBuffer, activation_input, quantized_output
 from kvant.hw.linear.array import LinearArray
+from kvant.hw.linear.job_sizes import JobSizes
 from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.hw.linear.sequencer import Sequencer
@@ -47,7 +48,7 @@ def output(p: LinearParameters) -> data.StructLayout:
 class JobCheck(wiring.Component):
     """Takes job descriptors and refuses what the buffers cannot hold, before anything is loaded.
 
-    Takes at most ``COUNT_WIDTH + beats`` cycles a job: the products are made by serial multiplication.
+    Takes at most ``COUNT_WIDTH + 2 + beats`` cycles a job; see `JobSizes`.
 
     Members
     -------
@@ -86,63 +87,42 @@ class JobCheck(wiring.Component):
         p = self.p
         m = Module()
         job = self.job
-        bit = Signal(range(COUNT_WIDTH))
-        multiplier = Signal(COUNT_WIDTH)
-        accumulators = Signal(range(p.accumulators + 1))
-        groups = self.stored
-        too_many = Signal()  # of either
-        left = Signal(COUNT_WIDTH)  # elements of the last group not yet in a beat
+        m.submodules.sizes = sizes = JobSizes(p)
+        given = self.cmd.payload.data
         legal = Signal()
-        m.d.comb += legal.eq(
-            (job.tokens != 0)
-            & (job.groups != 0)
-            & (job.tail != 0)
-            & (job.tail <= p.group)
-            & (job.tiles != 0)
-            & (job.last_cols != 0)
-            & (job.last_cols <= p.cols)
-            & (job.interleave != 0)
-            & ~too_many
-        )
-        # Serial multiplication by the tokens, most significant bit first. A product past its limit only grows, so it
-        # need not be kept.
-        next_accumulators = (accumulators << 1) + Mux(multiplier[-1], job.interleave, 0)
-        next_groups = (groups << 1) + Mux(multiplier[-1], job.groups, 0)
+        m.d.comb += [
+            legal.eq(
+                (job.tokens != 0)
+                & (job.groups != 0)
+                & (job.tail != 0)
+                & (job.tail <= p.group)
+                & (job.tiles != 0)
+                & (job.last_cols != 0)
+                & (job.last_cols <= p.cols)
+                & (job.interleave != 0)
+                & ~sizes.too_many_accumulators
+                & ~sizes.too_many_groups
+            ),
+            sizes.start.eq(self.cmd.valid & self.cmd.ready),
+            sizes.tokens.eq(given.tokens),
+            sizes.tail.eq(given.tail),
+            sizes.groups.eq(job.groups),
+            sizes.interleave.eq(job.interleave),
+            sizes.drop.eq(~legal),
+            self.tail_beats.eq(sizes.tail_beats),
+            self.stored.eq(sizes.stored),
+        ]
         with m.FSM():
             with m.State("IDLE"):
                 m.d.comb += [self.idle.eq(1), self.cmd.ready.eq(1)]
                 with m.If(self.cmd.valid):
-                    m.d.sync += [
-                        job.eq(self.cmd.payload.data),
-                        multiplier.eq(self.cmd.payload.data.tokens),
-                        left.eq(self.cmd.payload.data.tail),
-                        bit.eq(0),
-                        accumulators.eq(0),
-                        groups.eq(0),
-                        too_many.eq(0),
-                        self.tail_beats.eq(0),
-                    ]
-                    m.next = "MULTIPLY"
-            with m.State("MULTIPLY"):
-                m.d.sync += [
-                    multiplier.eq(multiplier << 1),
-                    accumulators.eq(next_accumulators),
-                    groups.eq(next_groups),
-                    bit.eq(bit + 1),
-                ]
-                with m.If((next_accumulators > p.accumulators) | (next_groups > p.stored_groups)):
-                    m.d.sync += too_many.eq(1)
-                with m.If(bit == COUNT_WIDTH - 1):
-                    m.next = "LEGAL"
-            with m.State("LEGAL"):
-                with m.If(legal):
-                    m.next = "TAIL"
-                with m.Else():
+                    m.d.sync += job.eq(given)
+                    m.next = "SIZES"
+            with m.State("SIZES"):
+                with m.If(sizes.verdict & ~legal):
                     m.d.comb += self.refused.eq(1)
                     m.next = "IDLE"
-            with m.State("TAIL"):
-                m.d.sync += [self.tail_beats.eq(self.tail_beats + 1), left.eq(left - p.rows)]
-                with m.If(left <= p.rows):
+                with m.If(sizes.done):
                     m.next = "START"
             with m.State("START"):
                 m.d.comb += self.start.eq(1)

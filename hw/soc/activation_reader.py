@@ -7,12 +7,12 @@ from amaranth.lib.wiring import In, Out
 from kvant.hw.linear.activation_buffer import activation_input
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
-from kvant.hw.soc.axi import Burst, word_address_bits
-from kvant.hw.soc.axi_reader import AxiReader, read_word
+from kvant.hw.soc.axi import word_address_bits
+from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature
 from kvant.hw.soc.descriptors import ErrorCode
+from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.parameters import LONGEST_BURST, TopParameters
-from kvant.hw.soc.unit_ring import UnitRing
-from kvant.hw.soc.weight_reader import Fault
+from kvant.hw.soc.run_cutter import RunCutter
 
 HALF_BITS = 16
 """Bits of an activation."""
@@ -48,7 +48,7 @@ class ActivationReader(wiring.Component):
     -------
     job : in stream
         `ActivationJob`.
-    stop, owes, burst, back
+    port : Out(ReaderSignature)
         See `AxiReader`.
     stream : in stream
         Activations of jobs that take them from there, in the form and order of `x`.
@@ -63,10 +63,7 @@ class ActivationReader(wiring.Component):
         super().__init__(
             {
                 "job": In(stream.Signature(ActivationJob(p))),
-                "stop": In(1),
-                "owes": Out(1),
-                "burst": Out(stream.Signature(Burst(p.soc))),
-                "back": In(stream.Signature(read_word(p.soc), always_ready=True)),
+                "port": Out(ReaderSignature(p.soc)),
                 "stream": In(stream.Signature(activation_input(p.linear))),
                 "x": Out(stream.Signature(activation_input(p.linear))),
                 "fault": Out(Fault()),
@@ -83,13 +80,7 @@ class ActivationReader(wiring.Component):
         m.submodules.reader = reader = AxiReader(p.soc, depth=depth, burst_beats=min(group_words, LONGEST_BURST))
         part_shape = data.StructLayout({"count": range(linear.group + 1), "from_stream": 1, "slot": 1})
         m.submodules.parts = parts = fifo.SyncFIFOBuffered(width=part_shape.size, depth=WAITING_PARTS)
-        wiring.connect(m, reader.burst, wiring.flipped(self.burst))
-        m.d.comb += [
-            reader.stop.eq(self.stop),
-            self.owes.eq(reader.owes),
-            reader.back.valid.eq(self.back.valid),
-            reader.back.payload.eq(self.back.payload),
-        ]
+        wiring.connect(m, reader.port, wiring.flipped(self.port))
 
         # Parts are asked for.
         job = Signal(ActivationJob(p))
@@ -132,37 +123,30 @@ class ActivationReader(wiring.Component):
                 ]
 
         # Parts are cut into transfers.
-        m.submodules.ring = ring = UnitRing(HALF_BITS, word_halves, [linear.x_lanes])
+        m.submodules.cutter = cutter = RunCutter(p.soc, bits=HALF_BITS, lanes=linear.x_lanes, most=linear.group)
+        wiring.connect(m, reader.o, cutter.words)
         part = Signal(part_shape)
         left = Signal(range(linear.group + 1))
-        words_left = Signal(range(group_words + 1))
-        fault = Signal(Fault())
-        failed, last, take_word = Signal(), Signal(), Signal()
-        m.d.comb += [
-            self.fault.eq(fault),
-            failed.eq(fault.code != ErrorCode.NONE),
-            last.eq(left <= linear.x_lanes),
-            ring.i.payload.eq(reader.o.payload.data),
-            ring.i.valid.eq(reader.o.valid & (words_left != 0) & ~failed),
-            reader.o.ready.eq(ring.i.ready & (words_left != 0) & ~failed),
-            take_word.eq(reader.o.valid & reader.o.ready),
-        ]
-        with m.If(take_word):
-            m.d.sync += words_left.eq(words_left - 1)
-            with m.If(reader.o.payload.error):
-                m.d.sync += [fault.code.eq(ErrorCode.READ_X), fault.slot.eq(part.slot)]
+        last = Signal()
         incoming = Signal(part_shape)
-        m.d.comb += incoming.eq(parts.r_data)
+        m.d.comb += [
+            incoming.eq(parts.r_data),
+            last.eq(left <= linear.x_lanes),
+            cutter.run.payload.eq(incoming.count),
+            self.fault.code.eq(Mux(cutter.failed, ErrorCode.READ_X, ErrorCode.NONE)),
+            self.fault.slot.eq(part.slot),
+        ]
         with m.FSM():
             with m.State("NEXT"):
-                m.d.comb += [parts.r_en.eq(1), ring.clear.eq(1)]
-                with m.If(parts.r_rdy):
+                m.d.comb += [
+                    cutter.run.valid.eq(parts.r_rdy & ~incoming.from_stream),
+                    parts.r_en.eq(incoming.from_stream | cutter.run.ready),
+                ]
+                with m.If(parts.r_rdy & parts.r_en):
                     m.d.sync += [part.eq(incoming), left.eq(incoming.count)]
+                    m.next = "MEMORY"
                     with m.If(incoming.from_stream):
                         m.next = "STREAM"
-                    with m.Else():
-                        m.d.sync += words_left.eq((incoming.count + word_halves - 1) >> word_bits)
-                        m.next = "MEMORY"
             with m.State("STREAM"):
                 m.d.comb += [
                     self.x.valid.eq(self.stream.valid),
@@ -174,14 +158,11 @@ class ActivationReader(wiring.Component):
                     with m.If(last):
                         m.next = "NEXT"
             with m.State("MEMORY"):
-                # Lanes behind the part's last element are ignored, so its last words are enough.
                 m.d.comb += [
-                    self.x.valid.eq((ring.available[0] | (last & (words_left == 0))) & ~failed),
-                    self.x.payload.data.eq(ring.window),
+                    self.x.valid.eq(cutter.o.valid),
+                    self.x.payload.data.eq(cutter.o.payload.data),
+                    cutter.o.ready.eq(self.x.ready),
                 ]
-                with m.If(self.x.valid & self.x.ready):
-                    m.d.comb += ring.take[0].eq(1)
-                    m.d.sync += left.eq(left - linear.x_lanes)
-                    with m.If(last):
-                        m.next = "NEXT"
+                with m.If(self.x.valid & self.x.ready & cutter.o.payload.last):
+                    m.next = "NEXT"
         return m

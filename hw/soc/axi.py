@@ -5,7 +5,9 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.soc.parameters import SocParameters
 
-ID_BITS = 2
+ID_BITS = 4
+"""Bits of an identifier: one for each client of the read arbiter."""
+
 INCR = 1
 """Burst type: addresses grow."""
 

@@ -31,6 +31,33 @@ def read_word(p: SocParameters) -> data.StructLayout:
     return data.StructLayout({"data": p.port_bits, "error": 1})
 
 
+class ReaderSignature(wiring.Signature):
+    """What joins a reader to the `ReadArbiter`, seen by the reader.
+
+    Members
+    -------
+    stop : in
+        Ask for nothing more.
+    owes : out
+        Words were asked for that have not come back, or are being asked for. While it is low under `stop`, the reader
+        may be reset.
+    burst : out stream
+        `Burst`: what is asked for.
+    back : in stream
+        A word that comes back; always taken.
+    """
+
+    def __init__(self, p: SocParameters):
+        super().__init__(
+            {
+                "stop": In(1),
+                "owes": Out(1),
+                "burst": Out(stream.Signature(Burst(p))),
+                "back": In(stream.Signature(read_word(p), always_ready=True)),
+            }
+        )
+
+
 class AxiReader(wiring.Component):
     """Reads regions in bursts and hands out their words in order.
 
@@ -50,15 +77,8 @@ class AxiReader(wiring.Component):
     -------
     region : in stream
         What to read; the next one may come before the words of the one before have been taken.
-    stop : in
-        Ask for nothing more.
-    owes : out
-        Words were asked for that have not come back, or are being asked for. While it is low under `stop`, the reader
-        may be reset.
-    burst : out stream
+    port : Out(ReaderSignature)
         To the `ReadArbiter`.
-    back : in
-        A word that comes back; always taken.
     o : out stream
         The words.
     """
@@ -70,16 +90,13 @@ class AxiReader(wiring.Component):
         super().__init__(
             {
                 "region": In(stream.Signature(Region(p))),
-                "stop": In(1),
-                "owes": Out(1),
-                "burst": Out(stream.Signature(Burst(p))),
-                "back": In(stream.Signature(read_word(p), always_ready=True)),
+                "port": Out(ReaderSignature(p)),
                 "o": Out(stream.Signature(read_word(p))),
             }
         )
 
     def elaborate(self, platform):
-        p = self.p
+        p, port = self.p, self.port
         m = Module()
         m.submodules.queue = queue = WordQueue(read_word(p), self.depth)
         page_words = PAGE_BYTES // p.port_bytes
@@ -95,19 +112,19 @@ class AxiReader(wiring.Component):
         to_page = Signal(range(page_words + 1))
         m.d.comb += [
             to_page.eq(page_words - (address % page_words)),
-            self.burst.payload.address.eq(address),
-            self.burst.payload.beats.eq(beats - 1),
-            asked.eq(self.burst.valid & self.burst.ready),
-            self.owes.eq((owed != 0) | self.burst.valid),
-            queue.i.valid.eq(self.back.valid),
-            queue.i.payload.eq(self.back.payload),
+            port.burst.payload.address.eq(address),
+            port.burst.payload.beats.eq(beats - 1),
+            asked.eq(port.burst.valid & port.burst.ready),
+            port.owes.eq((owed != 0) | port.burst.valid),
+            queue.i.valid.eq(port.back.valid),
+            queue.i.payload.eq(port.back.payload),
             self.o.valid.eq(queue.o.valid),
             self.o.payload.eq(queue.o.payload),
             queue.o.ready.eq(self.o.ready),
         ]
         m.d.sync += [
             free.eq(free + queue.left - Mux(asked, beats, 0)),
-            owed.eq(owed + Mux(asked, beats, 0) - self.back.valid),
+            owed.eq(owed + Mux(asked, beats, 0) - port.back.valid),
             fits.eq(free >= beats),
         ]
         with m.FSM():
@@ -128,11 +145,11 @@ class AxiReader(wiring.Component):
             with m.State("MEASURE"):
                 m.next = "WAIT"
             with m.State("WAIT"):
-                with m.If(fits & ~self.stop):
+                with m.If(fits & ~port.stop):
                     m.next = "ASK"
             with m.State("ASK"):
-                m.d.comb += self.burst.valid.eq(1)
-                with m.If(self.burst.ready):
+                m.d.comb += port.burst.valid.eq(1)
+                with m.If(port.burst.ready):
                     m.d.sync += [address.eq(address + beats), left.eq(left - beats), done.eq(left == beats)]
                     m.next = "LIMIT"
         return m
@@ -147,13 +164,16 @@ class ReadArbiter(wiring.Component):
     ----------
     p : SocParameters
     clients : int
-        1 to 4.
+        1 to 16.
 
     Members
     -------
-    bursts : in streams
-    back : out, always taken
-        The words of each client, one cycle after they come.
+    ports : array of In(ReaderSignature)
+        Words come back one cycle after they come to the port.
+    stop : in
+        Every reader asks for nothing more.
+    owes : out
+        A reader owes; see `ReaderSignature`.
     bus : Out(ReadSignature)
     received : out
         A word comes back.
@@ -164,8 +184,9 @@ class ReadArbiter(wiring.Component):
         self.clients = check_integer("clients", clients, 1, 1 << ID_BITS)
         super().__init__(
             {
-                "bursts": In(stream.Signature(Burst(p))).array(clients),
-                "back": Out(stream.Signature(read_word(p), always_ready=True)).array(clients),
+                "ports": In(ReaderSignature(p)).array(clients),
+                "stop": In(1),
+                "owes": Out(1),
                 "bus": Out(ReadSignature(p)),
                 "received": Out(1),
             }
@@ -178,8 +199,12 @@ class ReadArbiter(wiring.Component):
         free = Signal()
         m.d.comb += [free.eq(~bus.arvalid | bus.arready), bus.rready.eq(1)]
         chosen, any_valid = Signal(ID_BITS), Signal()
-        valid = Cat(burst.valid for burst in self.bursts)
-        m.d.comb += any_valid.eq(valid.any())
+        valid = Cat(port.burst.valid for port in self.ports)
+        m.d.comb += [
+            any_valid.eq(valid.any()),
+            self.owes.eq(Cat(port.owes for port in self.ports).any()),
+            *(port.stop.eq(self.stop) for port in self.ports),
+        ]
         with m.Switch(last):
             for previous in range(self.clients):
                 with m.Case(previous):
@@ -188,12 +213,12 @@ class ReadArbiter(wiring.Component):
         with m.If(free):
             m.d.sync += bus.arvalid.eq(any_valid)
             with m.Switch(chosen):
-                for client, burst in enumerate(self.bursts):
+                for client, port in enumerate(self.ports):
                     with m.Case(client):
-                        m.d.comb += burst.ready.eq(any_valid)
+                        m.d.comb += port.burst.ready.eq(any_valid)
                         m.d.sync += [
-                            bus.araddr.eq(Cat(Const(0, p.align_bits), burst.payload.address)),
-                            bus.arlen.eq(burst.payload.beats),
+                            bus.araddr.eq(Cat(Const(0, p.align_bits), port.burst.payload.address)),
+                            bus.arlen.eq(port.burst.payload.beats),
                         ]
             with m.If(any_valid):
                 m.d.sync += [last.eq(chosen), bus.arid.eq(chosen)]
@@ -201,9 +226,9 @@ class ReadArbiter(wiring.Component):
         word = Signal(read_word(p))
         m.d.sync += [word.data.eq(bus.rdata), word.error.eq(bus.rresp[1])]
         m.d.comb += self.received.eq(bus.rvalid)
-        for client, back in enumerate(self.back):
-            m.d.sync += back.valid.eq(bus.rvalid & (bus.rid == client))
-            m.d.comb += back.payload.eq(word)
+        for client, port in enumerate(self.ports):
+            m.d.sync += port.back.valid.eq(bus.rvalid & (bus.rid == client))
+            m.d.comb += port.back.payload.eq(word)
         return m
 
 

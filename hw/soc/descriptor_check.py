@@ -1,26 +1,44 @@
 """Every field of a descriptor is looked at before anything is done for it."""
 
-from amaranth.hdl import Cat, Const, Module, Mux, Signal
+from collections.abc import Iterator
+
+from amaranth.hdl import Cat, Module, Mux, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
+from kvant.hw.linear.job_sizes import JobSizes
 from kvant.hw.linear.layouts import index_width
-from kvant.hw.linear.tile_loop import COUNT_WIDTH
 from kvant.hw.soc.descriptor_reader import INDEX_BITS, FetchedDescriptor
-from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS, JOB_FIELDS, ErrorCode, Flag, Opcode
+from kvant.hw.soc.descriptors import (
+    CACHE,
+    COMMON_BYTES,
+    COMMON_FIELDS,
+    DESCRIPTOR_BYTES,
+    LINEAR,
+    DescriptorField,
+    DescriptorKind,
+    ErrorCode,
+    Flag,
+    Opcode,
+    Rule,
+    kinds_of,
+)
 from kvant.hw.soc.parameters import TopParameters
 
+Fault = tuple[object, ErrorCode, int]
+"""Whether something is wrong, its code, and the byte offset that is named."""
 
-def descriptor_layout() -> data.Layout:
-    """The fields as they lie in the bits of a descriptor, and the reserved bytes as ``reserved_OFFSET``."""
-    layout = {field.name: data.Field(field.width, 8 * field.offset) for field in FIELDS}
-    at = 0
-    for field in (*FIELDS, None):
-        offset = DESCRIPTOR_BYTES if field is None else field.offset
-        if offset > at:
-            layout[f"reserved_{at}"] = data.Field(8 * (offset - at), 8 * at)
-        at = offset if field is None else offset + field.width // 8
-    return data.FlexibleLayout(8 * DESCRIPTOR_BYTES, layout)
+
+def descriptor_layout(fields: tuple[DescriptorField, ...] = COMMON_FIELDS) -> data.Layout:
+    """Fields as they lie in the bits of a descriptor."""
+    return data.FlexibleLayout(
+        8 * DESCRIPTOR_BYTES, {field.name: data.Field(field.width, 8 * field.offset) for field in fields}
+    )
+
+
+def fields_of(bits, kind: DescriptorKind) -> data.View:
+    """The fields of a descriptor of *kind*, by name."""
+    return data.View(descriptor_layout(kind.all_fields), bits)
 
 
 class CheckedDescriptor(data.StructLayout):
@@ -28,8 +46,8 @@ class CheckedDescriptor(data.StructLayout):
 
     Members
     -------
-    bits
-        See `descriptor_layout`.
+    bits : 512
+        See `fields_of`.
     index : 16
         Place in the ring.
     code : 8
@@ -37,13 +55,13 @@ class CheckedDescriptor(data.StructLayout):
     field : 8
         Byte offset of the offending field.
     tail_beats
-        Beats of a plane of the last group of K.
+        Of LINEAR: beats of a plane of the last group of K.
     """
 
     def __init__(self, p: TopParameters):
         super().__init__(
             {
-                "bits": descriptor_layout(),
+                "bits": 8 * DESCRIPTOR_BYTES,
                 "index": INDEX_BITS,
                 "code": 8,
                 "field": 8,
@@ -53,7 +71,7 @@ class CheckedDescriptor(data.StructLayout):
 
 
 class DescriptorCheck(wiring.Component):
-    """Checks descriptors, one at a time; a job takes ``20 + beats`` cycles at most, hidden behind the one before.
+    """Checks descriptors, one at a time; a job takes ``24 + beats`` cycles at most, hidden behind the one before.
 
     Members
     -------
@@ -61,7 +79,7 @@ class DescriptorCheck(wiring.Component):
         `FetchedDescriptor`.
     o : out stream
         `CheckedDescriptor`. Of several faults the first one in the order of the descriptor is named; the products
-        ``tokens * groups`` and ``tokens * interleave`` come last.
+        ``tokens * groups`` and ``tokens * interleave`` of LINEAR come last.
     """
 
     def __init__(self, p: TopParameters):
@@ -73,117 +91,119 @@ class DescriptorCheck(wiring.Component):
             }
         )
 
-    def _faults(self, fields) -> list[tuple]:
-        """(fault, code, field) in the order in which they are named."""
-        linear, soc = self.p.linear, self.p.soc
-        is_job = fields.opcode == Opcode.LINEAR
-        reserved_flags = Mux(is_job, Const(255 - sum(Flag), 8), Const(255 - Flag.INTERRUPT, 8))
-        x_stream, y_stream = (fields.flags & flag != 0 for flag in (Flag.X_STREAM.value, Flag.Y_STREAM.value))
-        offsets = {field.name: field.offset for field in FIELDS}
-        known = Cat(fields.opcode == opcode for opcode in Opcode).any()
-        bits = fields.as_value()
+    def _limits(self, kind: DescriptorKind, fields: data.View) -> dict[str, object]:
+        """The largest legal value of fields that have one, by name."""
+        linear, attention = self.p.linear, self.p.attention
+        if kind is LINEAR:
+            return {"tail": linear.group, "last_cols": linear.cols}
+        if kind is CACHE:
+            # The last row's position has 32 bits. FIRST says that the position is 0.
+            last = Mux(fields.flags & Flag.FIRST.value != 0, 0, (1 << 32) - fields.tokens)
+            return {"position": last}
+        if kind.opcode is Opcode.ATTEND:
+            sinks = Mux(fields.tokens < attention.sinks, fields.tokens, attention.sinks)
+            return {"queries": attention.queries, "tokens": attention.tokens, "sinks": sinks}
+        return {}
+
+    def _faults_of_field(self, field: DescriptorField, fields: data.View, limits: dict) -> Iterator[Fault]:
+        """What is wrong with a field by its rule."""
+        soc, value, at = self.p.soc, fields[field.name], field.offset
+        if field.unused_with is not None:
+            unused = fields.flags & field.unused_with.value != 0
+            yield unused & value.any(), ErrorCode.RESERVED, at
+        if field.rule in (Rule.COUNT, Rule.LENGTH):
+            yield value == 0, ErrorCode.SIZE, at
+        if field.name in limits:
+            yield value > limits[field.name], ErrorCode.SIZE, at
+        if field.rule in (Rule.ADDRESS, Rule.STRIDE, Rule.LENGTH):
+            yield value[: soc.align_bits].any(), ErrorCode.ALIGNMENT, at
+        if field.rule is Rule.ADDRESS and field.width > soc.address_bits:
+            yield value[soc.address_bits :].any(), ErrorCode.ADDRESS, at
+
+    def _faults(self, kind: DescriptorKind, bits) -> list[Fault]:
+        """What is wrong with a descriptor of *kind*, in the order in which it is named."""
+        fields = fields_of(bits, kind)
+        limits = self._limits(kind, fields)
+        end = COMMON_FIELDS[-1].offset + 1
         faults = [
-            (~known, ErrorCode.OPCODE, 0),
-            ((fields.flags & reserved_flags) != 0, ErrorCode.RESERVED, 1),
-            (fields.reserved_2.any(), ErrorCode.RESERVED, 2),
-            (~is_job & bits[32:].any(), ErrorCode.RESERVED, 4),
+            ((fields.flags & (255 - kind.flags)).any(), ErrorCode.RESERVED, 1),
+            (bits[8 * end : 8 * COMMON_BYTES].any(), ErrorCode.RESERVED, end),
         ]
-
-        def job(fault, code: ErrorCode, name: str):
-            faults.append((is_job & fault, code, offsets[name]))
-
-        limits = {"tail": linear.group, "last_cols": linear.cols}
-        for name in JOB_FIELDS:
-            value = fields[name]
-            job((value == 0) | (value > limits[name] if name in limits else 0), ErrorCode.SIZE, name)
-        low = soc.align_bits
-        streams = {"x": x_stream, "y": y_stream, "x_stride": x_stream, "y_stride": y_stream}
-        for name in ("weights", "x", "y", "x_stride", "y_stride"):
-            value = fields[name]
-            if name in streams:
-                job(streams[name] & value.any(), ErrorCode.RESERVED, name)
-            job(value[:low].any(), ErrorCode.ALIGNMENT, name)
-            if len(value) > soc.address_bits:
-                job(value[soc.address_bits :].any(), ErrorCode.ADDRESS, name)
-        job(fields.weight_bytes == 0, ErrorCode.SIZE, "weight_bytes")
-        job(fields.weight_bytes[:low].any(), ErrorCode.ALIGNMENT, "weight_bytes")
-        faults.append((is_job & fields.reserved_52.any(), ErrorCode.RESERVED, 52))
+        end = COMMON_BYTES
+        for field in (*kind.fields, None):
+            offset = DESCRIPTOR_BYTES if field is None else field.offset
+            if offset > end:
+                faults.append((bits[8 * end : 8 * offset].any(), ErrorCode.RESERVED, end))
+            if field is not None:
+                faults += self._faults_of_field(field, fields, limits)
+                end = offset + field.width // 8
         return faults
 
     def elaborate(self, platform):
-        linear = self.p.linear
         m = Module()
+        m.submodules.sizes = sizes = JobSizes(self.p.linear)
         checked = self.o.payload
-        fields = checked.bits
-        faults = self._faults(fields)
-        seen = Signal(len(faults))
-        multiplier = Signal(COUNT_WIDTH)
-        bit = Signal(range(COUNT_WIDTH))
-        accumulators = Signal(range(linear.accumulators + 1))
-        groups = Signal(range(linear.stored_groups + 1))
-        too_many_accumulators, too_many_groups = Signal(), Signal()
-        left = Signal(COUNT_WIDTH)
-        next_accumulators = (accumulators << 1) + Mux(multiplier[-1], fields.interleave, 0)
-        next_groups = (groups << 1) + Mux(multiplier[-1], fields.groups, 0)
-        m.d.sync += seen.eq(Cat(fault for fault, _, _ in faults))
+        kinds = kinds_of(self.p)
+        opcode = fields_of(checked.bits, kinds[0]).opcode
+        job = fields_of(checked.bits, LINEAR)
+        faults = [self._faults(kind, checked.bits) for kind in kinds]
+        seen = Signal(max(len(each) for each in faults))  # by their places in the lists
+        first = Signal(range(len(seen)))
+        unknown, wrong = Signal(), Signal()
+        m.d.sync += unknown.eq(1)
+        for kind, each in zip(kinds, faults, strict=True):
+            with m.If(opcode == kind.opcode):
+                m.d.sync += [unknown.eq(0), seen.eq(Cat(fault for fault, _, _ in each))]
+        m.d.comb += [
+            sizes.tokens.eq(job.tokens),
+            sizes.tail.eq(job.tail),
+            sizes.groups.eq(job.groups),
+            sizes.interleave.eq(job.interleave),
+            sizes.drop.eq(sizes.too_many_groups | sizes.too_many_accumulators),
+            checked.tail_beats.eq(sizes.tail_beats),
+        ]
         with m.FSM():
             with m.State("IDLE"):
                 m.d.comb += self.i.ready.eq(1)
                 with m.If(self.i.valid):
                     m.d.sync += [
-                        fields.as_value().eq(self.i.payload.bits),
+                        checked.bits.eq(self.i.payload.bits),
                         checked.index.eq(self.i.payload.index),
                         checked.code.eq(self.i.payload.code),
                         checked.field.eq(0),
-                        checked.tail_beats.eq(0),
                     ]
                     with m.If(self.i.payload.code != ErrorCode.NONE):
                         m.next = "GIVE"
                     with m.Else():
                         m.next = "LOOK"
             with m.State("LOOK"):
+                m.next = "RANK"
+            with m.State("RANK"):
+                m.d.sync += wrong.eq(unknown | seen.any())
+                for number in reversed(range(len(seen))):
+                    with m.If(seen[number]):
+                        m.d.sync += first.eq(number)
                 m.next = "NAME"
             with m.State("NAME"):
                 m.next = "GIVE"
-                with m.If(fields.opcode == Opcode.LINEAR):
-                    m.next = "MULTIPLY"
-                m.d.sync += [
-                    multiplier.eq(fields.tokens),
-                    left.eq(fields.tail),
-                    bit.eq(0),
-                    accumulators.eq(0),
-                    groups.eq(0),
-                    too_many_accumulators.eq(0),
-                    too_many_groups.eq(0),
-                ]
-                for number in reversed(range(len(faults))):
-                    _, code, field = faults[number]
-                    with m.If(seen[number]):
-                        m.d.sync += [checked.code.eq(code), checked.field.eq(field)]
-                        m.next = "GIVE"
-            with m.State("MULTIPLY"):
-                # A product past its limit only grows, so it need not be kept.
-                m.d.sync += [
-                    multiplier.eq(multiplier << 1),
-                    accumulators.eq(next_accumulators),
-                    groups.eq(next_groups),
-                    bit.eq(bit + 1),
-                ]
-                with m.If(next_accumulators > linear.accumulators):
-                    m.d.sync += too_many_accumulators.eq(1)
-                with m.If(next_groups > linear.stored_groups):
-                    m.d.sync += too_many_groups.eq(1)
-                with m.If(bit == COUNT_WIDTH - 1):
-                    m.next = "TAIL"
-            with m.State("TAIL"):
-                m.d.sync += [checked.tail_beats.eq(checked.tail_beats + 1), left.eq(left - linear.rows)]
-                with m.If(left <= linear.rows):
+                with m.If(unknown):
+                    m.d.sync += checked.code.eq(ErrorCode.OPCODE)
+                with m.Elif(wrong):
+                    for kind, each in zip(kinds, faults, strict=True):
+                        with m.If(opcode == kind.opcode), m.Switch(first):
+                            for number, (_, code, field) in enumerate(each):
+                                with m.Case(number):
+                                    m.d.sync += [checked.code.eq(code), checked.field.eq(field)]
+                with m.Elif(opcode == Opcode.LINEAR):
+                    m.d.comb += sizes.start.eq(1)
+                    m.next = "SIZES"
+            with m.State("SIZES"):
+                with m.If(sizes.verdict & sizes.drop):
+                    name = Mux(sizes.too_many_groups, LINEAR.offset("groups"), LINEAR.offset("interleave"))
+                    m.d.sync += [checked.code.eq(ErrorCode.SIZE), checked.field.eq(name)]
                     m.next = "GIVE"
-                offsets = {field.name: field.offset for field in FIELDS}
-                with m.If(too_many_groups):
-                    m.d.sync += [checked.code.eq(ErrorCode.SIZE), checked.field.eq(offsets["groups"])]
-                with m.Elif(too_many_accumulators):
-                    m.d.sync += [checked.code.eq(ErrorCode.SIZE), checked.field.eq(offsets["interleave"])]
+                with m.If(sizes.done):
+                    m.next = "GIVE"
             with m.State("GIVE"):
                 m.d.comb += self.o.valid.eq(1)
                 with m.If(self.o.ready):

@@ -5,8 +5,8 @@ from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.parameters import ceil_div
-from kvant.hw.soc.axi import Burst, word_address_bits
-from kvant.hw.soc.axi_reader import AxiReader, read_word
+from kvant.hw.soc.axi import word_address_bits
+from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature
 from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, ErrorCode
 from kvant.hw.soc.parameters import SocParameters
 
@@ -29,7 +29,7 @@ class DescriptorReader(wiring.Component):
         Descriptors may be read. The reader begins at `head` after reset.
     base, count, head, tail : in
         The ring: word address, places, first descriptor, place behind the last one.
-    stop, owes, burst, back
+    port : Out(ReaderSignature)
         See `AxiReader`.
     o : out stream
         `FetchedDescriptor`. The code RING stands for a doorbell beyond the ring.
@@ -44,10 +44,7 @@ class DescriptorReader(wiring.Component):
                 "count": In(INDEX_BITS),
                 "head": In(INDEX_BITS),
                 "tail": In(INDEX_BITS),
-                "stop": In(1),
-                "owes": Out(1),
-                "burst": Out(stream.Signature(Burst(p))),
-                "back": In(stream.Signature(read_word(p), always_ready=True)),
+                "port": Out(ReaderSignature(p)),
                 "o": Out(stream.Signature(FetchedDescriptor())),
             }
         )
@@ -57,16 +54,12 @@ class DescriptorReader(wiring.Component):
         m = Module()
         words = ceil_div(DESCRIPTOR_BYTES, p.port_bytes)
         m.submodules.reader = reader = AxiReader(p, depth=max(2, words), burst_beats=words)
-        wiring.connect(m, reader.burst, wiring.flipped(self.burst))
+        wiring.connect(m, reader.port, wiring.flipped(self.port))
         index = Signal(INDEX_BITS)
         word = Signal(range(words + 1))
         fetched = self.o.payload
         beyond = Signal()
         m.d.comb += [
-            reader.stop.eq(self.stop),
-            self.owes.eq(reader.owes),
-            reader.back.valid.eq(self.back.valid),
-            reader.back.payload.eq(self.back.payload),
             reader.region.payload.address.eq(self.base + index * words),
             reader.region.payload.words.eq(words),
         ]

@@ -73,20 +73,40 @@ static inline int kvant_open(struct kvant *device, struct kvant_bus bus, void *r
     return KVANT_OK;
 }
 
-/* Write a descriptor behind the others and ring the doorbell. */
-static inline int kvant_submit(struct kvant *device, const struct kvant_descriptor *descriptor)
+/* Write the bytes of a descriptor behind the others and ring the doorbell. */
+static inline int kvant_submit_bytes(struct kvant *device, const uint8_t raw[KVANT_DESCRIPTOR_BYTES])
 {
-    uint8_t raw[KVANT_DESCRIPTOR_BYTES];
     uint32_t next = device->tail + 1 == device->count ? 0 : device->tail + 1;
     if (next == kvant_read(device, KVANT_RING_HEAD))
         return KVANT_FULL;
-    kvant_encode(descriptor, raw);
     for (uint32_t i = 0; i < KVANT_DESCRIPTOR_BYTES; i++)
         device->ring[device->tail * KVANT_DESCRIPTOR_BYTES + i] = raw[i];
     KVANT_BARRIER();
     device->tail = next;
     kvant_write(device, KVANT_RING_TAIL, next);
     return KVANT_OK;
+}
+
+/* LINEAR, FENCE, END. */
+static inline int kvant_submit(struct kvant *device, const struct kvant_descriptor *descriptor)
+{
+    uint8_t raw[KVANT_DESCRIPTOR_BYTES];
+    kvant_encode(descriptor, raw);
+    return kvant_submit_bytes(device, raw);
+}
+
+static inline int kvant_submit_cache(struct kvant *device, const struct kvant_cache_descriptor *descriptor)
+{
+    uint8_t raw[KVANT_DESCRIPTOR_BYTES];
+    kvant_cache_encode(descriptor, raw);
+    return kvant_submit_bytes(device, raw);
+}
+
+static inline int kvant_submit_attend(struct kvant *device, const struct kvant_attend_descriptor *descriptor)
+{
+    uint8_t raw[KVANT_DESCRIPTOR_BYTES];
+    kvant_attend_encode(descriptor, raw);
+    return kvant_submit_bytes(device, raw);
 }
 
 static inline void kvant_start(const struct kvant *device)

@@ -8,16 +8,9 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.linear.engine import output
 from kvant.hw.linear.tile_loop import COUNT_WIDTH
-from kvant.hw.soc.axi_writer import write_word
+from kvant.hw.soc.output_packer import WORD_BITS, OutputPacker, output_address_bits
 from kvant.hw.soc.parameters import TopParameters
-
-WORD_BITS = 32
-"""Bits of an output."""
-
-
-def output_address_bits(p: TopParameters) -> int:
-    """Bits of an address that counts outputs."""
-    return p.soc.address_bits - 2
+from kvant.hw.soc.write_arbiter import WriterSignature
 
 
 class OutputJob(data.StructLayout):
@@ -27,8 +20,8 @@ class OutputJob(data.StructLayout):
         super().__init__(
             {
                 "to_stream": 1,
-                "address": output_address_bits(p),
-                "stride": output_address_bits(p),
+                "address": output_address_bits(p.soc),
+                "stride": output_address_bits(p.soc),
                 "tokens": COUNT_WIDTH,
             }
         )
@@ -115,12 +108,8 @@ class OutputWriter(wiring.Component):
         From the engine.
     stream : out stream
         Outputs of jobs that send them there, as the engine gives them.
-    words : out stream
-        `write_word` of the memory.
-    flush : out
-        No more words will come: bursts may end.
-    written : in
-        All words are in memory.
+    memory : Out(WriterSignature)
+        To the `WriteArbiter`.
     done : out
         The last output of a job is in memory, or has been taken from the stream.
     """
@@ -132,9 +121,7 @@ class OutputWriter(wiring.Component):
                 "job": In(stream.Signature(OutputJob(p))),
                 "y": In(stream.Signature(output(p.linear))),
                 "stream": Out(stream.Signature(output(p.linear))),
-                "words": Out(stream.Signature(write_word(p.soc))),
-                "flush": Out(1),
-                "written": In(1),
+                "memory": Out(WriterSignature(p.soc)),
                 "done": Out(1),
             }
         )
@@ -143,46 +130,30 @@ class OutputWriter(wiring.Component):
         p = self.p
         m = Module()
         m.submodules.columns = columns = ColumnSequence(p)
-        lanes = p.soc.port_bits // WORD_BITS
-        lane_bits = lanes.bit_length() - 1
+        m.submodules.packer = packer = OutputPacker(p.soc)
+        wiring.connect(m, packer.words, wiring.flipped(self.memory.words))
         job = Signal(OutputJob(p))
-        tile_address = Signal(output_address_bits(p))  # of the first column of the tile, token 0
+        tile_address = Signal(output_address_bits(p.soc))  # of the first column of the tile, token 0
         row_address = Signal.like(tile_address)  # of the first column of the tile, this token
         address = Signal.like(tile_address)
         tokens_left = Signal(COUNT_WIDTH)
         one_token = Signal()
 
-        held = Signal(data.ArrayLayout(WORD_BITS, lanes))
-        strobes = Signal(lanes)
-        column = columns.o.payload
-        lane = address[:lane_bits] if lanes > 1 else 0
-        word_strobes = Signal(lanes)
-        leaves, room, take = Signal(), Signal(), Signal()
+        column, placed = columns.o.payload, packer.i.payload
+        take = Signal()
         m.d.comb += [
             columns.y.payload.eq(self.y.payload),
-            columns.o.ready.eq(room),
-            room.eq(~self.words.valid | self.words.ready),
-            take.eq(columns.o.valid & room),
-            word_strobes.eq(strobes | (column.keep << lane)),
-            # A word leaves when it is full, when a row is left, and at the end.
-            leaves.eq((column.keep & (lane == lanes - 1)) | (column.end & ~one_token) | column.last),
+            columns.o.ready.eq(packer.i.ready),
+            packer.i.valid.eq(columns.o.valid),
+            take.eq(columns.o.valid & columns.o.ready),
+            placed.value.eq(column.value),
+            placed.keep.eq(column.keep),
+            placed.address.eq(address),
+            # Where a row is left, and at the end.
+            placed.leaves.eq((column.end & ~one_token) | column.last),
         ]
-        with m.If(self.words.ready):
-            m.d.sync += self.words.valid.eq(0)
         with m.If(take):
-            merged = [Mux(column.keep & (lane == number), column.value, held[number]) for number in range(lanes)]
-            m.d.sync += [
-                Cat(*(held[number] for number in range(lanes))).eq(Cat(merged)),
-                strobes.eq(Mux(leaves, 0, word_strobes)),
-                address.eq(address + column.keep),
-            ]
-            with m.If(leaves):
-                m.d.sync += [
-                    self.words.valid.eq(word_strobes.any()),
-                    self.words.payload.address.eq(address >> lane_bits),
-                    self.words.payload.data.eq(Cat(merged)),
-                    self.words.payload.strobes.eq(Cat(strobe.replicate(4) for strobe in word_strobes)),
-                ]
+            m.d.sync += address.eq(address + column.keep)
             with m.If(column.end & ~one_token):
                 next_tile = tile_address + p.linear.cols
                 next_row = row_address + job.stride
@@ -230,8 +201,8 @@ class OutputWriter(wiring.Component):
                 with m.If(take & column.last):
                     m.next = "FLUSH"
             with m.State("FLUSH"):
-                m.d.comb += self.flush.eq(~self.words.valid)
-                with m.If(self.flush & self.written):
+                m.d.comb += self.memory.flush.eq(~packer.words.valid)
+                with m.If(self.memory.flush & self.memory.written):
                     m.d.comb += self.done.eq(1)
                     m.next = "IDLE"
         return m

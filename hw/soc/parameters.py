@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError, Parameters
@@ -26,6 +27,9 @@ class SocParameters(Parameters):
     )
     weight_words: int = Field(
         512, ge=4, le=8192, description="Weights read ahead, in words of the port; room for two bursts at least."
+    )
+    attention: bool = Field(
+        False, description="Caches in memory and attention over them, behind descriptors of the top."
     )
 
     @model_validator(mode="after")
@@ -56,15 +60,24 @@ class TopParameters:
     ----------
     linear : LinearParameters
     soc : SocParameters
+    cache : CacheParameters, optional
+        Caches of keys and values behind the descriptors CACHE; `heads`, `capacity` and `evict` do not count, because
+        every state of a sequence lies in memory.
+    attention : AttentionParameters, optional
+        Attention over such caches behind the descriptors ATTEND.
 
     Raises
     ------
     ParameterError
-        A group of activations in memory would not be whole words of the port.
+        A group of activations in memory would not be whole words of the port; the port of the caches or of the
+        attention has another width; they differ in a parameter that both have; the caches write what attention cannot
+        read.
     """
 
     linear: LinearParameters
     soc: SocParameters
+    cache: CacheParameters | None = None
+    attention: AttentionParameters | None = None
 
     def __post_init__(self):
         step = max(1, self.soc.port_bytes // 2)
@@ -73,3 +86,30 @@ class TopParameters:
                 f"group = {self.linear.group}: legal in the top with port_bits = {self.soc.port_bits} are multiples of "
                 f"{step}"
             )
+        for name, section in {"caches": self.cache, "attention": self.attention}.items():
+            if section is not None and section.port_bits != self.soc.port_bits:
+                raise ParameterError(
+                    f"port_bits = {section.port_bits} of the {name}: legal is {self.soc.port_bits}, that of the top"
+                )
+        if self.attention is not None:
+            self._check_attention()
+
+    def _check_attention(self) -> None:
+        self.attention.check_attention()
+        if self.cache is None:
+            return
+        for name in ("group", "head_dim", "sinks"):
+            ours, theirs = getattr(self.attention, name), getattr(self.cache, name)
+            if ours != theirs:
+                raise ParameterError(f"{name} = {ours} of the attention: legal is {theirs}, that of the caches")
+        for name in ("offset", "shared_coeff"):
+            if getattr(self.cache, name):
+                raise ParameterError(f"{name} = true: legal in a top with attention is false")
+
+    @property
+    def cache_shape(self) -> CacheParameters | None:
+        """What caches in memory look like: `cache`, or what the attention says of it; None without either."""
+        if self.cache is not None or self.attention is None:
+            return self.cache
+        names = ("group", "head_dim", "sinks", "port_bits")
+        return CacheParameters(**{name: getattr(self.attention, name) for name in names})

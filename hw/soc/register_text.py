@@ -4,10 +4,25 @@ import ast
 import inspect
 import itertools
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
-from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, FIELDS, RESERVED_OPCODES, ErrorCode, Flag, Opcode
+from kvant.hw.soc.descriptors import (
+    ATTEND,
+    CACHE,
+    COMMON_FIELDS,
+    DESCRIPTOR_BYTES,
+    LINEAR,
+    DescriptorField,
+    DescriptorKind,
+    ErrorCode,
+    Flag,
+    Opcode,
+)
 from kvant.hw.soc.registers import Register, RegisterMap
+
+_STRUCTS = {"": LINEAR, "cache_": CACHE, "attend_": ATTEND}
+"""C structs, as the start of their names; FENCE and END are written with that of LINEAR."""
 
 _ENUMS = {"OPCODE": Opcode, "FLAG": Flag, "CODE": ErrorCode}
 
@@ -39,7 +54,7 @@ def _constants(registers: RegisterMap) -> list[tuple[str, int, str]]:
 
 
 def c_header(registers: RegisterMap) -> str:
-    """C header: ``KVANT_...`` macros, and ``struct kvant_descriptor`` as the host sees it."""
+    """C header: ``KVANT_...`` macros, and structs of the descriptors as the host sees them."""
     prefix = registers.name.upper()
     lines = [
         f"/* {registers.name}: registers and descriptors. Written by kvant from its description of the registers. */",
@@ -52,23 +67,30 @@ def c_header(registers: RegisterMap) -> str:
     for name, value, comment in _constants(registers):
         number = f"0x{value:08X}u" if name.endswith("_MASK") else f"{value}u" if value < 10 else f"0x{value:02X}u"
         lines.append(f"#define {prefix}_{name} {number}" + (f" /* {comment} */" if comment else ""))
-    lines += ["", f"struct {registers.name}_descriptor {{"]
-    lines += [f"    uint{field.width}_t {field.name}; /* {field.doc} */" for field in FIELDS]
+    for start, kind in _STRUCTS.items():
+        lines += _c_struct(registers.name, start, kind)
+    lines += ["", f"#endif /* {prefix}_REGISTERS_H */", ""]
+    return "\n".join(lines)
+
+
+def _c_struct(name: str, start: str, kind: DescriptorKind) -> list[str]:
+    """A descriptor's struct, and the function that makes its bytes."""
+    lines = ["", f"struct {name}_{start}descriptor {{"]
+    lines += [f"    uint{field.width}_t {field.name}; /* {field.doc} */" for field in kind.all_fields]
     lines += [
         "};",
         "",
         "/* The descriptor's bytes in memory, little endian. */",
-        f"static inline void {registers.name}_encode(const struct {registers.name}_descriptor *from, "
-        f"uint8_t to[{prefix}_DESCRIPTOR_BYTES])",
+        f"static inline void {name}_{start}encode(const struct {name}_{start}descriptor *from, "
+        f"uint8_t to[{name.upper()}_DESCRIPTOR_BYTES])",
         "{",
-        f"    for (unsigned i = 0; i < {prefix}_DESCRIPTOR_BYTES; i++)",
+        f"    for (unsigned i = 0; i < {name.upper()}_DESCRIPTOR_BYTES; i++)",
         "        to[i] = 0;",
     ]
-    for field in FIELDS:
+    for field in kind.all_fields:
         lines.append(f"    for (unsigned i = 0; i < {field.width // 8}; i++)")
         lines.append(f"        to[{field.offset} + i] = (uint8_t)((uint64_t)from->{field.name} >> (8 * i));")
-    lines += ["}", "", f"#endif /* {prefix}_REGISTERS_H */", ""]
-    return "\n".join(lines)
+    return [*lines, "}"]
 
 
 def c_driver(header: str) -> str:
@@ -102,6 +124,11 @@ def _register_section(register: Register) -> list[str]:
     return [*lines, ""]
 
 
+def _field_table(fields: Iterable[DescriptorField]) -> list[str]:
+    lines = ["| byte | field | bits | |", "|---|---|---|---|"]
+    return lines + [f"| {field.offset} | `{field.name}` | {field.width} | {field.doc} |" for field in fields]
+
+
 def markdown(registers: RegisterMap) -> str:
     """Page of all registers, descriptor fields, opcodes, flags and error codes."""
     lines = [
@@ -123,18 +150,17 @@ def markdown(registers: RegisterMap) -> str:
     lines += [
         "## Descriptors",
         "",
-        f"{DESCRIPTOR_BYTES} bytes, little endian; bytes that are not listed are 0. FENCE and END use `opcode` and "
-        "`flags` alone, all else is 0.",
+        f"{DESCRIPTOR_BYTES} bytes, little endian; bytes that are not listed are 0. All have the first two fields; "
+        "FENCE and END use these alone.",
         "",
-        "| byte | field | bits | |",
-        "|---|---|---|---|",
+        *_field_table(COMMON_FIELDS),
     ]
-    lines += [f"| {field.offset} | `{field.name}` | {field.width} | {field.doc} |" for field in FIELDS]
+    for kind in _STRUCTS.values():
+        flags = ", ".join(flag.name for flag in kind.flags)
+        lines += ["", f"### {kind.opcode.name}", "", f"Flags: {flags}.", "", *_field_table(kind.fields)]
     headings = {"Opcodes": Opcode, "Flags": Flag, "Error codes": ErrorCode}
     for heading, kind in headings.items():
         docs = enum_docs(kind)
         lines += ["", f"## {heading}", "", "| value | name | |", "|---|---|---|"]
         lines += [f"| {int(member)} | {member.name} | {docs[member.name]} |" for member in kind]
-        if kind is Opcode:
-            lines += [f"| {value} | {name} | reserved, refused |" for name, value in RESERVED_OPCODES.items()]
     return "\n".join([*lines, ""])

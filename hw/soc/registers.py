@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from kvant.hw.soc.descriptors import ErrorCode, Opcode
+from kvant.hw.soc.descriptors import ErrorCode, kinds_of
 from kvant.hw.soc.parameters import TopParameters
 
 REGISTER_BYTES = 4
@@ -160,13 +160,57 @@ STOPPING_ERRORS = ("descriptor", "read", "write")
 """Fields of ERROR that stop the accelerator, and keep it from starting until they are cleared."""
 
 
+def _constant(name: str, lsb: int, width: int, value: int, doc: str) -> Field:
+    return Field(name, lsb, width, Access.CONSTANT, doc, value)
+
+
+def _cache_registers(p: TopParameters) -> list[Register]:
+    """What software has to know of caches and attention; all 0 in a design without them."""
+    constant, shape, attention = _constant, p.cache_shape, p.attention
+
+    def of_shape(name: str) -> int:
+        return 0 if shape is None else int(getattr(shape, name))
+
+    return [
+        Register(
+            "CACHE_SHAPE",
+            0x60,
+            "Caches in memory, of one head.",
+            (
+                constant("group", 0, 16, of_shape("group"), "elements of a group, tokens of a window"),
+                constant("head_dim", 16, 16, of_shape("head_dim"), "elements of a key or value"),
+            ),
+        ),
+        Register(
+            "CACHE_OPTIONS",
+            0x64,
+            "Caches in memory, of one head.",
+            (
+                constant("sinks", 0, 16, of_shape("sinks"), "first tokens of a sequence that stay INT8"),
+                constant("centred", 16, 1, of_shape("centred"), "a mean is taken out of keys"),
+                constant("offset", 17, 1, of_shape("offset"), "groups of values have offsets"),
+                constant("shared_coeff", 18, 1, of_shape("shared_coeff"), "one coefficient for a page of values"),
+            ),
+        ),
+        Register(
+            "ATTENTION",
+            0x68,
+            "What a descriptor ATTEND may take.",
+            (constant("queries", 0, 8, 0 if attention is None else attention.queries, "limit of `queries`"),),
+        ),
+        Register(
+            "ATTENTION_TOKENS",
+            0x6C,
+            "What a descriptor ATTEND may take.",
+            (constant("tokens", 0, 32, 0 if attention is None else attention.tokens, "limit of `tokens`"),),
+        ),
+    ]
+
+
 def register_map(p: TopParameters) -> RegisterMap:
     """The registers of the top."""
-    linear, soc = p.linear, p.soc
+    linear, soc, constant = p.linear, p.soc, _constant
     major, minor, patch = (int(part) for part in re.findall(r"\d+", metadata.version("kvant"))[:3])
-
-    def constant(name: str, lsb: int, width: int, value: int, doc: str) -> Field:
-        return Field(name, lsb, width, Access.CONSTANT, doc, value)
 
     def bits(access: Access, **docs: str) -> tuple[Field, ...]:
         return tuple(Field(name, lsb, 1, access, doc) for lsb, (name, doc) in enumerate(docs.items()))
@@ -234,7 +278,7 @@ def register_map(p: TopParameters) -> RegisterMap:
             0x18,
             "What was built in.",
             (
-                constant("opcodes", 0, 16, sum(1 << code for code in Opcode), "bit i: opcode i is known"),
+                constant("opcodes", 0, 16, sum(1 << kind.opcode for kind in kinds_of(p)), "bit i: opcode i is known"),
                 constant("int8_groups", 16, 1, int(linear.int8_groups), "INT8 weight groups (coefficient 254)"),
                 constant("max_coefficient", 24, 8, linear.max_coefficient, "largest coefficient byte"),
             ),
@@ -271,10 +315,10 @@ def register_map(p: TopParameters) -> RegisterMap:
             bits(
                 Access.STICKY,
                 descriptor="a descriptor is not legal, or the ring is not; nothing was read or written for it",
-                read="a read of descriptor, weights or activations was answered with an error",
-                write="a write of outputs was answered with an error",
-                weights="a reserved coefficient, or a scale that is negative or not finite: the group counted 0",
-                nonfinite="a NaN or an infinity among the activations",
+                read="a read was answered with an error",
+                write="a write was answered with an error",
+                weights="a reserved coefficient, or an illegal scale, of weights or in a cache: the group counted 0",
+                nonfinite="a NaN or an infinity among activations, rows of a cache, or queries",
             ),
         ),
         Register(
@@ -323,6 +367,7 @@ def register_map(p: TopParameters) -> RegisterMap:
             (Field("index", 0, 16, Access.CONTROL, "below RING_COUNT"),),
         ),
     ]
+    registers += _cache_registers(p)
     for number, (name, doc) in enumerate(COUNTERS.items()):
         low = Field("low", 0, 32, Access.COUNTER, f"{doc}: low word")
         high = Field("high", 0, COUNTER_BITS - 32, Access.HIGH, "high word, as it was when a low word was read last")

@@ -1,6 +1,6 @@
 """The accelerator without its engines: registers, memory port, sequencer, readers and writers."""
 
-from amaranth.hdl import Module, ResetInserter, Signal
+from amaranth.hdl import Cat, Module, ResetInserter, Signal
 from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
@@ -8,10 +8,12 @@ from kvant.hw.linear.activation_buffer import activation_input
 from kvant.hw.linear.engine import Job, output
 from kvant.hw.linear.weight_buffer import weight_input
 from kvant.hw.soc.activation_reader import ActivationReader
+from kvant.hw.soc.attend_unit import AttendUnit
 from kvant.hw.soc.axi import MasterSignature, ReadSignature, WriteSignature, word_address_bits
 from kvant.hw.soc.axi_lite import LiteSignature
 from kvant.hw.soc.axi_reader import ReadArbiter
 from kvant.hw.soc.axi_writer import AxiWriter
+from kvant.hw.soc.cache_unit import CacheUnit
 from kvant.hw.soc.counters import Counters
 from kvant.hw.soc.descriptor_check import DescriptorCheck
 from kvant.hw.soc.descriptor_reader import DescriptorReader
@@ -21,6 +23,7 @@ from kvant.hw.soc.register_file import RegisterFile
 from kvant.hw.soc.registers import STOPPING_ERRORS, register_map
 from kvant.hw.soc.sequencer import Sequencer
 from kvant.hw.soc.weight_reader import WeightReader
+from kvant.hw.soc.write_arbiter import WriteArbiter
 
 WRITE_DEPTH = 32
 WRITE_BURST = 16
@@ -56,7 +59,7 @@ class EngineSignature(wiring.Signature):
 
 
 class Shell(wiring.Component):
-    """Runs a ring of descriptors in memory for an engine.
+    """Runs a ring of descriptors in memory for an engine, and for units that have all they need in memory.
 
     ::
 
@@ -64,12 +67,13 @@ class Shell(wiring.Component):
                                         │ jobs                                          ├─ ReadArbiter ── m_axi
         x ─────────────────> ActivationReader ──> engine.x ─────────────────────────────┤
                              WeightReader ──────> engine.w ─────────────────────────────┘
-        y <───────────────── OutputWriter <────── engine.y
-                                  └──> AxiWriter ── m_axi
+                             CacheUnit, AttendUnit ─────────────────────────────────────────────┘
+        y <───────────────── OutputWriter <────── engine.y          (readers)
+                                  └── WriteArbiter ──> AxiWriter ── m_axi
 
-    A *client* is a reader or writer with a stream of jobs from the sequencer, an identifier at the `ReadArbiter`, and
-    a `fault`. Another engine joins by its opcode in `DescriptorCheck`, its job streams in `Sequencer`, and its readers
-    and writers here.
+    A *client* is a reader or writer with a stream of jobs from the sequencer, identifiers at the `ReadArbiter`, and
+    faults. Another one joins by its opcode in `kvant.hw.soc.descriptors`, its jobs in `Sequencer`, and its readers and
+    writers here.
 
     Parameters
     ----------
@@ -100,35 +104,65 @@ class Shell(wiring.Component):
         p = self.p
         m = Module()
         m.submodules.registers = registers = RegisterFile(self.registers)
-        m.submodules.counters = counters = Counters(p.soc)
-        m.submodules.sequencer = sequencer = Sequencer(p)
-        clients = self._clients(m, p, sequencer)
-        self._connect_registers(m, registers, sequencer, clients["descriptors"])
-        self._count(m, registers, counters, sequencer, clients)
+        m.submodules.counters = counters = Counters(p)
+        parts = self._parts(p)
+        faults = self._faults(parts)
+        m.submodules.sequencer = sequencer = Sequencer(p, faults=len(faults))
+        for theirs, ours in zip(sequencer.faults, faults, strict=True):
+            m.d.comb += theirs.eq(ours)
+        self._join(m, p, sequencer, parts)
+        self._connect_registers(m, registers, sequencer, parts["descriptors"])
+        self._count(m, registers, counters, sequencer, parts)
         return m
 
-    def _clients(self, m: Module, p: TopParameters, sequencer: Sequencer) -> dict[str, wiring.Component]:
-        """Everything that a reset by the sequencer clears."""
-        engine = self.engine
+    def _parts(self, p: TopParameters) -> dict[str, wiring.Component]:
+        """Everything that a reset by the sequencer clears, in the order of the identifiers at the memory port."""
         parts = {
             "descriptors": DescriptorReader(p.soc),
-            "check": DescriptorCheck(p),
             "weights": WeightReader(p),
             "activations": ActivationReader(p),
+            "check": DescriptorCheck(p),
             "outputs": OutputWriter(p),
             "writer": AxiWriter(p.soc, depth=WRITE_DEPTH, burst_beats=WRITE_BURST),
         }
-        readers = [parts["descriptors"], parts["weights"], parts["activations"]]
-        parts["arbiter"] = arbiter = ReadArbiter(p.soc, len(readers))
+        if p.cache is not None:
+            parts["cache"] = CacheUnit(p)
+        if p.attention is not None:
+            parts["attend"] = AttendUnit(p)
+        parts["arbiter"] = ReadArbiter(p.soc, len(self._readers(parts)))
+        writers = [name for name in ("outputs", "cache", "attend") if name in parts]
+        parts["writes"] = WriteArbiter(p.soc, len(writers))
+        return parts
+
+    def _readers(self, parts: dict[str, wiring.Component]) -> list:
+        """Ports of all readers of memory; the places are their identifiers."""
+        readers = [parts[name].port for name in ("descriptors", "weights", "activations")]
+        if "cache" in parts:
+            readers += [parts["cache"].rows, parts["cache"].memory]
+        if "attend" in parts:
+            readers += list(parts["attend"].readers)
+        return readers
+
+    def _faults(self, parts: dict[str, wiring.Component]) -> list:
+        """Faults of all clients."""
+        faults = [parts["weights"].fault, parts["activations"].fault]
+        if "cache" in parts:
+            faults.append(parts["cache"].fault)
+        if "attend" in parts:
+            faults += list(parts["attend"].faults)
+        return faults
+
+    def _join(self, m: Module, p: TopParameters, sequencer: Sequencer, parts: dict[str, wiring.Component]) -> None:
+        """Connects the clients with the sequencer, the memory port and the engine."""
+        engine = self.engine
         for name, part in parts.items():
             m.submodules[name] = ResetInserter(sequencer.reset)(part)
         m.d.comb += engine.reset.eq(sequencer.reset | sequencer.engine_reset)
-        writer, outputs = parts["writer"], parts["outputs"]
-
-        for number, reader in enumerate(readers):
-            wiring.connect(m, reader.burst, arbiter.bursts[number])
-            wiring.connect(m, arbiter.back[number], reader.back)
-            m.d.comb += reader.stop.eq(sequencer.stop)
+        arbiter, writer, writes, outputs = (parts[name] for name in ("arbiter", "writer", "writes", "outputs"))
+        for theirs, reader in zip(arbiter.ports, self._readers(parts), strict=True):
+            wiring.connect(m, reader, theirs)
+        ports = iter(writes.ports)
+        wiring.connect(m, outputs.memory, next(ports))
         for half, signature in ((arbiter.bus, ReadSignature(p.soc)), (writer.bus, WriteSignature(p.soc))):
             for name, member in signature.members.items():
                 ours, theirs = getattr(self.m_axi, name), getattr(half, name)
@@ -144,27 +178,37 @@ class Shell(wiring.Component):
         wiring.connect(m, parts["activations"].x, wiring.flipped(engine.x))
         wiring.connect(m, wiring.flipped(self.x), parts["activations"].stream)
         wiring.connect(m, wiring.flipped(engine.y), outputs.y)
-        wiring.connect(m, outputs.words, writer.i)
+        wiring.connect(m, writes.o, writer.i)
         # What has been offered outside stays until it is taken, also when everything behind it is cleared.
         free = Signal()
         m.d.comb += [free.eq(~self.y.valid | self.y.ready), outputs.stream.ready.eq(free)]
         with m.If(free):
             m.d.sync += [self.y.valid.eq(outputs.stream.valid), self.y.payload.eq(outputs.stream.payload)]
 
-        owes = Signal()
         m.d.comb += [
-            owes.eq(writer.owes | parts["descriptors"].owes | parts["weights"].owes | parts["activations"].owes),
+            arbiter.stop.eq(sequencer.stop),
             writer.stop.eq(sequencer.stop),
-            writer.flush.eq(outputs.flush),
-            outputs.written.eq(writer.idle),
-            sequencer.owes.eq(owes),
+            writer.flush.eq(writes.flush),
+            writes.idle.eq(writer.idle),
+            sequencer.owes.eq(arbiter.owes | writer.owes),
             sequencer.engine_busy.eq(engine.busy),
-            sequencer.output_done.eq(outputs.done),
+            sequencer.linear_done.eq(outputs.done),
             sequencer.write_error.eq(writer.error),
-            sequencer.weight_fault.eq(parts["weights"].fault),
-            sequencer.x_fault.eq(parts["activations"].fault),
         ]
-        return parts
+        if "cache" in parts:
+            cache, port = parts["cache"], next(ports)
+            wiring.connect(m, sequencer.cache, cache.job)
+            wiring.connect(m, cache.words, port.words)
+            m.d.comb += [
+                port.flush.eq(cache.flush),
+                cache.written.eq(port.written),
+                sequencer.cache_done.eq(cache.done),
+            ]
+        if "attend" in parts:
+            attend = parts["attend"]
+            wiring.connect(m, sequencer.attend, attend.job)
+            wiring.connect(m, attend.memory, next(ports))
+            m.d.comb += sequencer.attend_done.eq(attend.done)
 
     def _connect_registers(self, m: Module, registers, sequencer: Sequencer, descriptors) -> None:
         p = self.p
@@ -230,28 +274,45 @@ class Shell(wiring.Component):
         ]
         assert descriptors.base.shape().width == word_address_bits(p.soc)
 
-    def _count(self, m: Module, registers, counters: Counters, sequencer: Sequencer, clients) -> None:
+    def _count(self, m: Module, registers, counters: Counters, sequencer: Sequencer, parts) -> None:
         engine = self.engine
-        # The engine keeps its flags until its next job: an event is where one rises.
-        for name, flag in (("weights", engine.error), ("nonfinite", engine.nonfinite)):
-            before = Signal(name=f"{name}_before")
-            m.d.sync += before.eq(flag)
-            m.d.comb += getattr(registers, f"error_{name}_set").eq(flag & ~before)
+        flags = {"weights": [engine.error], "nonfinite": [engine.nonfinite]}
         # The engine counts for one job only: here, each change of its count.
         parity = Signal()
         m.d.sync += parity.eq(engine.busy_cycles[0] & ~engine.reset)
         events = {
-            "cycles_busy": sequencer.busy,
-            "cycles_lanes": engine.busy_cycles[0] ^ parity,
-            "cycles_input": (engine.w.ready & ~engine.w.valid) | (engine.x.ready & ~engine.x.valid),
-            "cycles_output": engine.y.valid & ~engine.y.ready,
-            "bytes_read": clients["arbiter"].received,
-            "bytes_written": clients["writer"].sent,
-            "descriptors": sequencer.retired,
+            "cycles_busy": [sequencer.busy],
+            "cycles_lanes": [engine.busy_cycles[0] ^ parity],
+            "cycles_input": [engine.w.ready & ~engine.w.valid, engine.x.ready & ~engine.x.valid],
+            "cycles_output": [engine.y.valid & ~engine.y.ready],
+            "bytes_read": [parts["arbiter"].received],
+            "bytes_written": [parts["writer"].sent],
+            "descriptors": [sequencer.retired],
         }
-        m.d.comb += counters.clear.eq(registers.control_clear_counters)
-        for name, event in events.items():
+        if "cache" in parts:
+            flags["weights"].append(parts["cache"].error)
+            flags["nonfinite"].append(parts["cache"].nonfinite)
+        if "attend" in parts:
+            attend = parts["attend"]
+            flags["weights"].append(attend.error)
+            flags["nonfinite"].append(attend.nonfinite)
+            events["cycles_lanes"].append(attend.works)
+            events["cycles_input"].append(attend.waits_input)
+            events["cycles_output"].append(attend.waits_output)
+        # Engines keep their flags until their next job: an event is where one rises.
+        for name, each in flags.items():
+            now, before = Signal(len(each), name=f"{name}_flags"), Signal(len(each), name=f"{name}_before")
+            m.d.comb += now.eq(Cat(*each))
+            m.d.sync += before.eq(now)
+            m.d.comb += getattr(registers, f"error_{name}_set").eq((now & ~before).any())
+        if "cache" in parts:
             m.d.comb += [
-                getattr(counters, f"{name}_event").eq(event),
+                counters.saturations_event.eq(parts["cache"].saturated),
+                registers.saturations.eq(counters.saturations),
+            ]
+        m.d.comb += counters.clear.eq(registers.control_clear_counters)
+        for name, each in events.items():
+            m.d.comb += [
+                getattr(counters, f"{name}_event").eq(Cat(*each).any()),
                 getattr(registers, name).eq(getattr(counters, name)),
             ]

@@ -8,19 +8,12 @@ from kvant.hw.linear.layouts import index_width
 from kvant.hw.linear.tile_loop import COUNT_WIDTH, TileLoop
 from kvant.hw.linear.weight_buffer import weight_input
 from kvant.hw.numeric.codes import INT8
-from kvant.hw.soc.axi import Burst
-from kvant.hw.soc.axi_reader import AxiReader, Region, read_word
+from kvant.hw.soc.axi_reader import AxiReader, ReaderSignature, Region
 from kvant.hw.soc.descriptors import ErrorCode
+from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.parameters import TopParameters
 from kvant.hw.soc.unit_ring import UnitRing
 from kvant.hw.soc.weight_layout import CODE_BITS, HEAD_BITS, unit_bits
-
-
-class Fault(data.StructLayout):
-    """What stopped a client: an `ErrorCode`, 0 for nothing, and the place of its job among those under way."""
-
-    def __init__(self):
-        super().__init__({"code": 8, "slot": 1})
 
 
 class WeightJob(data.StructLayout):
@@ -49,7 +42,7 @@ class WeightReader(wiring.Component):
     -------
     job : in stream
         `WeightJob`.
-    stop, owes, burst, back
+    port : Out(ReaderSignature)
         See `AxiReader`.
     w : out stream
         To the engine.
@@ -62,10 +55,7 @@ class WeightReader(wiring.Component):
         super().__init__(
             {
                 "job": In(stream.Signature(WeightJob(p))),
-                "stop": In(1),
-                "owes": Out(1),
-                "burst": Out(stream.Signature(Burst(p.soc))),
-                "back": In(stream.Signature(read_word(p.soc), always_ready=True)),
+                "port": Out(ReaderSignature(p.soc)),
                 "w": Out(stream.Signature(weight_input(p.linear))),
                 "fault": Out(Fault()),
             }
@@ -81,13 +71,7 @@ class WeightReader(wiring.Component):
         word = p.soc.port_bits // unit
         m.submodules.ring = ring = UnitRing(unit, word, [head, beat])
         m.submodules.loop = loop = TileLoop(linear)
-        wiring.connect(m, reader.burst, wiring.flipped(self.burst))
-        m.d.comb += [
-            reader.stop.eq(self.stop),
-            self.owes.eq(reader.owes),
-            reader.back.valid.eq(self.back.valid),
-            reader.back.payload.eq(self.back.payload),
-        ]
+        wiring.connect(m, reader.port, wiring.flipped(self.port))
 
         # A job waits here while its words already come.
         waiting = Signal(WeightJob(p))

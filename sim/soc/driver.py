@@ -10,9 +10,11 @@ from typing import Protocol
 
 import numpy as np
 
+from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters, ceil_div
 from kvant.hw.parameters import ParameterError
-from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, Descriptor, ErrorCode, Flag, Opcode
+from kvant.hw.soc.cache_memory import CacheMemory
+from kvant.hw.soc.descriptors import DESCRIPTOR_BYTES, Descriptor, EncodedDescriptor, ErrorCode, Flag, Opcode
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.hw.soc.registers import COUNTERS, IDENTIFICATION, STOPPING_ERRORS, Register, register_map
 from kvant.hw.soc.weight_layout import pack_weights, stored_interleave
@@ -83,6 +85,14 @@ class Rows:
     stride: int
 
 
+@dataclass(frozen=True)
+class AttentionLimits:
+    """Queries of a descriptor at most, and tokens of a sequence."""
+
+    queries: int
+    tokens: int
+
+
 class Accelerator:
     """An accelerator behind a bus.
 
@@ -97,7 +107,10 @@ class Accelerator:
     Attributes
     ----------
     p : TopParameters
-        As read from the registers.
+        As read from the registers, without caches and attention.
+    cache : CacheMemory or None
+        Layouts of caches in memory, for `kvant.sim.soc.caches`.
+    attention : AttentionLimits or None
 
     Raises
     ------
@@ -114,6 +127,8 @@ class Accelerator:
             )
         self.registers = register_map(TopParameters(LinearParameters(), SocParameters()))
         self.p = self._parameters()
+        self.cache = self._cache_memory()
+        self.attention = self._attention_limits()
         self._free, self._memory = memory.start, memory
         self.ring = ring
         self.ring_address = self.allocate(ring * DESCRIPTOR_BYTES)
@@ -144,6 +159,18 @@ class Accelerator:
             ),
             SocParameters(port_bits=ports["port_bits"], address_bits=ports["address_bits"]),
         )
+
+    def _cache_memory(self) -> CacheMemory | None:
+        shape, options = self.fields("CACHE_SHAPE"), self.fields("CACHE_OPTIONS")
+        if not shape["head_dim"]:
+            return None
+        flags = {name: bool(options[name]) for name in ("centred", "offset", "shared_coeff")}
+        p = CacheParameters(lanes=1, **shape, sinks=options["sinks"], **flags)
+        return CacheMemory(p, self.p.soc.port_bytes)
+
+    def _attention_limits(self) -> AttentionLimits | None:
+        queries = self.fields("ATTENTION")["queries"]
+        return AttentionLimits(queries, self.read("ATTENTION_TOKENS")) if queries else None
 
     def read(self, name: str) -> int:
         """A register by its name."""
@@ -249,7 +276,7 @@ class Accelerator:
             )
         return descriptors
 
-    def submit(self, descriptors: Iterable[Descriptor | bytes]) -> None:
+    def submit(self, descriptors: Iterable[EncodedDescriptor | bytes]) -> None:
         """Write descriptors behind those of the ring and ring the doorbell; bytes are written as they are.
 
         Raises
@@ -309,7 +336,7 @@ class Accelerator:
         self.tail = self.read("RING_HEAD")
         self.write("RING_TAIL", self.tail)
 
-    def run(self, descriptors: Iterable[Descriptor | bytes]) -> None:
+    def run(self, descriptors: Iterable[EncodedDescriptor | bytes]) -> None:
         """Run descriptors to their end.
 
         Raises

@@ -24,6 +24,7 @@ class Group:
     flush: bool = False
     page_start: bool = False
     page_end: bool = False
+    place: int = 0
 
 
 def random_group(rng, elements, **fields):
@@ -49,6 +50,7 @@ def page_of(rng, elements, count, **fields):
 def beats(p, groups):
     """The port words of *groups*. What is read with `last` alone is garbage elsewhere."""
     layout = PackerInput(p)
+    no_place = (1 << layout["place"].width) - 1
     words = []
     for group in groups:
         count = ceil_div(len(group.codes), p.lanes)
@@ -65,6 +67,7 @@ def beats(p, groups):
                         "meta": meta if last else {"scale": 0xFFFF, "coefficient": 0xAA, "offset": -86},
                         "flush": group.flush if last else 1,
                         "page_start": group.page_start,
+                        "place": group.place if group.page_start else no_place,
                         "page_end": group.page_end if last else 1,
                         "user": user,
                     }

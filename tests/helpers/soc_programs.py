@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvant.hw.linear.parameters import ceil_div
-from kvant.hw.soc.descriptors import FIELDS, Descriptor, ErrorCode, Flag, Opcode
+from kvant.hw.soc.descriptors import LINEAR, Descriptor, ErrorCode, Flag, Opcode
 from kvant.sim.soc.driver import Accelerator, AcceleratorError, BusError
 
 MEMORY = range(0xE00, 1 << 17)
@@ -181,7 +181,7 @@ def bad_descriptors(host, case):
     accelerator = three.accelerator
     p, soc = accelerator.p.linear, accelerator.p.soc
     good = three.descriptors[1]
-    at = {field.name: field.offset for field in FIELDS}
+    at = {field.name: field.offset for field in LINEAR.all_fields}
     step = soc.port_bytes
     kinds = [(replace(good, opcode=code), ErrorCode.OPCODE, 0) for code in (0, 4, 5, 255)]
     kinds += [

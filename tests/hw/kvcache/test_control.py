@@ -465,3 +465,56 @@ def test_random_operation_catches_a_fault(monkeypatch):
         test_release_and_last_row_may_meet()
     with pytest.raises(AssertionError):
         test_agrees_with_the_model_in_random_operation(4, 11, 3, 1, 5, False)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("position", [0, 1, 7, 8, 21, 40, 63])
+def test_a_sequence_goes_on_at_its_position(position, repeats):
+    """Or at the first row of its window; other heads, and the sequence after that, begin at 0."""
+    group, sinks, head = 8, 10, 1
+    dut = WindowControl(CacheParameters(group=group, heads=2, sinks=sinks, evict=True), 20)
+    first = position // group * group if repeats else position
+    simulator = Simulator(dut)
+    simulator.add_clock(1e-6)
+
+    async def take(ctx, start, scan, of_head):
+        for name, value in {"start": start, "scan": scan, "head": of_head}.items():
+            ctx.set(dut.request[name], value)
+        ctx.set(dut.offered, 1)
+        assert ctx.get(dut.granted)
+        ctx.set(dut.take, 1)
+        plan = ctx.get(dut.plan)
+        closes = plan.last_of_window
+        await ctx.tick()
+        ctx.set(dut.take, 0)
+        ctx.set(dut.release, closes)
+        ctx.set(dut.release_head, of_head)
+        await ctx.tick()
+        ctx.set(dut.release, 0)
+        return plan
+
+    async def sequence(ctx, of_head, first, until, resumed):
+        plan = await take(ctx, 1, 1, of_head)
+        assert (plan.scales, plan.scan_first, plan.repeated) == (resumed, 1, 0)
+        assert plan.sink == (not resumed)
+        for t in range(first, until):
+            plan = await take(ctx, 0, 0, of_head)
+            assert (plan.timestamp, plan.window_row) == (t // group * group, t % group)
+            assert plan.row == (t - first // group * group) % 20
+            assert plan.sink == (t < sinks)
+            assert plan.first_of_window == (t % group == 0)
+            assert plan.last_of_window == (t % group == group - 1)
+            assert plan.repeated == (resumed and t < position)
+            assert (plan.drop, plan.scan, plan.scales) == (0, 0, 0)
+
+    async def play(ctx):
+        for name, value in {"resume": 1, "resume_head": head, "position": position, "repeats": repeats}.items():
+            ctx.set(getattr(dut, name), value)
+        await ctx.tick()
+        ctx.set(dut.resume, 0)
+        await sequence(ctx, 0, 0, 5, False)
+        await sequence(ctx, head, first, position + 27, True)
+        await sequence(ctx, head, 0, 12, False)
+
+    simulator.add_testbench(play)
+    simulator.run()

@@ -330,7 +330,7 @@ FAULTS = {
     ),
     "two sequences share a group": (
         (3, False),
-        "after.eq(head_counters.const(begin_counters))",
+        "after.eq(Mux(resumes, first, anew))",
         "after.sinks.eq(1)",
         "Assert(plan.window_row == in_window)",
     ),

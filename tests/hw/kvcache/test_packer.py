@@ -1,6 +1,7 @@
 """Block packer: pages equal to the golden model's packing byte for byte, one beat per cycle, stalls, reset."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,53 @@ def test_full_groups_of_several_heads_never_wait(group, lanes, options):
     count = 34 if group // lanes < 8 else 17
     trace = pack(p, two_pages(p, rng, count, along_head=False), count, along_head=False)
     assert gaps(trace) == 0
+
+
+@pytest.mark.parametrize("stall", [0.0, 0.5])
+@pytest.mark.parametrize("options", [{}, {"offset": True, "shared_coeff": True}])
+@pytest.mark.parametrize("lanes", [2, 8])
+def test_a_page_that_is_written_in_pieces_is_the_page_that_is_written_at_once(lanes, options, stall):
+    p = CacheParameters(group=8, lanes=lanes, head_dim=40, heads=2, **options)
+    rng, count = np.random.default_rng(SEED), 40
+    layout = PageLayout(p, count)
+    whole, heads = [], []
+    for head in range(p.heads):
+        page = page_of(rng, [p.group], count, head=head, page=head)
+        page[-1].page_end = False
+        page[-1].flush = True
+        whole += page
+        cuts = [0, *sorted(rng.choice(np.arange(1, count), 9, replace=False).tolist()), count]
+        pieces = []
+        for begin, end in itertools.pairwise(cuts):
+            piece = [replace(group) for group in page[begin:end]]
+            piece[0].page_start, piece[0].place, piece[-1].flush = True, begin, True
+            pieces.append(piece)
+        heads.append(pieces)
+    groups = list(itertools.chain.from_iterable(interleaved(*heads)))
+    blocks = sum(len({g.place // 16 for g in _placed(piece)}) for pieces in heads for piece in pieces)
+    trailers = sum(map(len, heads))
+    trace = simulate(
+        lambda: BlockPacker(p, count),
+        "block_packer",
+        Stimulus(
+            {"i": {"data": beats(p, groups)}},
+            expect={"codes": len(groups), "meta": blocks * layout.block_meta_words + trailers},
+        ),
+        simulator="amaranth",
+        stall=stall,
+        seed=1,
+    )
+    memory = PageMemory(layout, p.heads, SLOTS)
+    memory.apply(trace.transfers["codes"])
+    meta = trace.transfers["meta"]
+    kept = [place for place, keep in enumerate(meta["keep"]) if keep]
+    memory.apply({name: [values[place] for place in kept] for name, values in meta.items()})
+    assert memory.pages == expected(layout, BlockPacker(p, count).word_bits, whole).pages
+
+
+def _placed(piece):
+    """Groups of a piece with their places."""
+    return [replace(group, place=piece[0].place + number) for number, group in enumerate(piece)]
 
 
 @pytest.mark.parametrize("head_dim", [1, 5, 8, 17])

@@ -13,44 +13,57 @@ SEED = 20261130
 
 
 class Model:
-    """Of each head the number of tokens so far; None without a sequence."""
+    """Of each head the number of tokens so far, None without a sequence, and at which it began here."""
 
     def __init__(self, p):
         self.p = p
         self.tokens = [None] * p.heads
+        self.begins = [0] * p.heads
+        self.next_begin = None  # (head, position)
+
+    def begin(self, head):
+        """Position of the first row of a sequence that begins now."""
+        return self.next_begin[1] if self.next_begin and self.next_begin[0] == head else 0
 
     def request(self, start, head):
         """(granted, drop, what belongs to the row)."""
         p = self.p
         if head >= p.heads or (not start and self.tokens[head] is None):
             return True, True, None
-        position = 0 if start else self.tokens[head]
-        if position == p.windows * p.group and not p.evict:
-            return False, False, None
+        position = self.begin(head) if start else self.tokens[head]
+        first_page = (position if start else self.begins[head]) // p.group
         page, in_page = divmod(position, p.group)
+        if page - first_page == p.windows and not p.evict:
+            return False, False, None
+        resumes = start and self.next_begin is not None and self.next_begin[0] == head
         return True, False, {
             "sink": position < p.sinks,
-            "first_of_page": in_page == 0,
+            "first_of_page": in_page == 0 or resumes,
+            "place": in_page * p.row_groups if resumes else 0,
             "last_of_page": in_page == p.group - 1,
-            "page": page % p.windows,
+            "page": (page - first_page) % p.windows,
             "timestamp": position - in_page,
             "head": head,
         }  # fmt: skip
 
     def take(self, start, head):
         if not self.request(start, head)[1]:
-            self.tokens[head] = 1 if start else self.tokens[head] + 1
+            if start:
+                self.tokens[head] = self.begins[head] = self.begin(head)
+                if self.next_begin and self.next_begin[0] == head:
+                    self.next_begin = None
+            self.tokens[head] += 1
 
     def end(self, head):
         if head < self.p.heads:
             self.tokens[head] = None
 
 
-def run(p, cycles, *, restart=0.02, end=0.02, offer=0.9, strange=0.05):
+def run(p, cycles, *, restart=0.02, end=0.02, offer=0.9, strange=0.05, resume=0.0):
     """Random rows; returns how often a row had to wait and how often one was dropped."""
     rng = random.Random(SEED)
     unit, model = KeyControl(p), Model(p)
-    counts = {"waits": 0, "drops": 0, "taken": 0}
+    counts = {"waits": 0, "drops": 0, "taken": 0, "resumes": 0}
 
     async def bench(ctx):
         for _ in range(cycles):
@@ -73,12 +86,20 @@ def run(p, cycles, *, restart=0.02, end=0.02, offer=0.9, strange=0.05):
             end_head = rng.randrange(p.heads + 2)
             ctx.set(unit.end, ends)
             ctx.set(unit.end_head, end_head)
+            resumes = rng.random() < resume and not (take and start)
+            where = (rng.randrange(p.heads), rng.choice([rng.randrange(4 * p.group), rng.getrandbits(31)]))
+            ctx.set(unit.resume, resumes)
+            ctx.set(unit.resume_head, where[0])
+            ctx.set(unit.position, where[1])
             await ctx.tick()
             if take:
                 model.take(start, head)
                 counts["taken"] += not drop
             if ends:
                 model.end(end_head)
+            if resumes:
+                model.next_begin = where
+                counts["resumes"] += 1
 
     simulator = Simulator(unit)
     simulator.add_clock(1e-6)
@@ -101,6 +122,18 @@ def test_rows_go_where_their_position_says(parameters):
     counts = run(p, 2000)
     assert counts["taken"] > 100 and counts["drops"] > 10
     assert (counts["waits"] > 0) == (not p.evict)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"heads": 1, "sinks": 11, "evict": True, "head_dim": 20},
+        {"heads": 3, "sinks": 3, "capacity": 16, "head_dim": 8},
+    ],
+)
+def test_a_sequence_goes_on_at_its_position(parameters):
+    counts = run(CacheParameters(group=8, **parameters), 2000, restart=0.1, resume=0.2)
+    assert counts["taken"] > 100 and counts["resumes"] > 100
 
 
 def test_a_full_head_waits_until_its_sequence_begins_anew_or_ends():

@@ -40,16 +40,12 @@ class Readers(wiring.Component):
         m = Module()
         m.submodules.arbiter = arbiter = ReadArbiter(self.p, self.clients)
         wiring.connect(m, arbiter.bus, wiring.flipped(self.bus))
-        owes = 0
         for number, reader in enumerate(self.readers):
             m.submodules[f"reader_{number}"] = reader
-            wiring.connect(m, reader.burst, arbiter.bursts[number])
-            wiring.connect(m, arbiter.back[number], reader.back)
+            wiring.connect(m, reader.port, arbiter.ports[number])
             wiring.connect(m, wiring.flipped(self.region[number]), reader.region)
             wiring.connect(m, reader.o, wiring.flipped(self.o[number]))
-            m.d.comb += reader.stop.eq(self.stop)
-            owes |= reader.owes
-        m.d.comb += self.owes.eq(owes)
+        m.d.comb += [arbiter.stop.eq(self.stop), self.owes.eq(arbiter.owes)]
         return m
 
 

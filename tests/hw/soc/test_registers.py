@@ -7,12 +7,22 @@ from pathlib import Path
 import pytest
 from amaranth.sim import Simulator
 
+from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.emit import emit
+from kvant.hw.kvcache.parameters import CacheParameters
 from kvant.hw.linear.parameters import LinearParameters
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc import register_file, register_text
 from kvant.hw.soc.axi_lite import OKAY, SLVERR
-from kvant.hw.soc.descriptors import FIELDS, Descriptor, Flag, Opcode
+from kvant.hw.soc.descriptors import (
+    COMMON_BYTES,
+    KINDS,
+    AttendDescriptor,
+    CacheDescriptor,
+    Descriptor,
+    Flag,
+    Opcode,
+)
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.hw.soc.register_file import RegisterFile, port_name
 from kvant.hw.soc.registers import COUNTERS, IDENTIFICATION, Access, register_map
@@ -216,20 +226,24 @@ def test_a_counter_is_read_in_one_piece():
     run(bench)
 
 
-def test_the_c_header_compiles_and_says_what_the_description_says(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "start"), [(Descriptor, ""), (CacheDescriptor, "cache_"), (AttendDescriptor, "attend_")]
+)
+def test_the_c_header_compiles_and_says_what_the_description_says(tmp_path, kind, start):
     registers = register_map(P)
-    descriptor = Descriptor(
-        **{field.name: (0xF1E2D3C4B5A69788 + field.offset) & ((1 << field.width) - 1) for field in FIELDS}
+    fields = kind.kind.all_fields
+    descriptor = kind(
+        **{field.name: (0xF1E2D3C4B5A69788 + field.offset) & ((1 << field.width) - 1) for field in fields}
     )
     values = ", ".join(
-        f".{field.name} = {getattr(descriptor, field.name)}u" + "ll" * (field.width > 32) for field in FIELDS
+        f".{field.name} = {getattr(descriptor, field.name)}u" + "ll" * (field.width > 32) for field in fields
     )
     checks = "".join(f"    assert(KVANT_{r.name} == {r.offset});\n" for r in registers)
     (tmp_path / "kvant_registers.h").write_text(register_text.c_header(registers))
     (tmp_path / "main.c").write_text(
         '#include <assert.h>\n#include <stdio.h>\n#include "kvant_registers.h"\nint main(void)\n{\n'
-        f"{checks}    struct kvant_descriptor d = {{{values}}};\n    uint8_t raw[KVANT_DESCRIPTOR_BYTES];\n"
-        '    kvant_encode(&d, raw);\n    for (int i = 0; i < 64; i++)\n        printf("%02x", raw[i]);\n'
+        f"{checks}    struct kvant_{start}descriptor d = {{{values}}};\n    uint8_t raw[KVANT_DESCRIPTOR_BYTES];\n"
+        f'    kvant_{start}encode(&d, raw);\n    for (int i = 0; i < 64; i++)\n        printf("%02x", raw[i]);\n'
         "    return 0;\n}\n"
     )
     command = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "main.c", "-o", "main"]
@@ -237,7 +251,27 @@ def test_the_c_header_compiles_and_says_what_the_description_says(tmp_path):
     assert built.returncode == 0, built.stderr
     printed = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True).stdout
     assert bytes.fromhex(printed) == descriptor.encode()
-    assert Descriptor.decode(descriptor.encode()) == descriptor
+    assert kind.decode(descriptor.encode()) == descriptor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_lie_in_order_and_none_on_another(kind):
+    end = 0
+    for field in kind.all_fields:
+        assert field.offset >= end and field.width % 8 == 0
+        end = field.offset + field.width // 8
+    assert end <= 64 and all(field.offset >= COMMON_BYTES for field in kind.fields)
+
+
+def test_a_design_knows_the_opcodes_it_was_built_with():
+    shape = {"group": 8, "head_dim": 8, "sinks": 2}
+    cache = CacheParameters(**shape, centred=True)
+    attention = AttentionParameters(**shape, rows=4, cols=2, capacity=32, queries=3)
+    for parts, opcodes in (({}, 0b1110), ({"cache": cache}, 0b11110), ({"attention": attention}, 0b101110)):
+        registers = register_map(TopParameters(LinearParameters(), SocParameters(), **parts))
+        assert registers["FEATURES"].field("opcodes").reset == opcodes
+        assert registers["CACHE_SHAPE"].reset == (8 << 16 | 8 if parts else 0)
+    assert registers["ATTENTION"].reset == 3 and registers["ATTENTION_TOKENS"].reset == 32
 
 
 def test_the_python_module_has_the_same_numbers():

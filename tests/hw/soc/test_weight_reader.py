@@ -17,9 +17,10 @@ from kvant.hw.linear.weight_buffer import weight_input
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.axi import ReadSignature
 from kvant.hw.soc.axi_reader import ReadArbiter
+from kvant.hw.soc.fault import Fault
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.hw.soc.weight_layout import layout, pack_weights, stored_interleave, unit_bits
-from kvant.hw.soc.weight_reader import Fault, WeightJob, WeightReader
+from kvant.hw.soc.weight_reader import WeightJob, WeightReader
 from kvant.linear import random_case
 from kvant.sim.linear.engine import stimulus
 from kvant.sim.soc.memory import AxiMemory
@@ -46,8 +47,7 @@ class Weights(wiring.Component):
         m.submodules.arbiter = arbiter = ReadArbiter(self.p.soc, 1)
         m.submodules.weights = weights = WeightReader(self.p)
         wiring.connect(m, arbiter.bus, wiring.flipped(self.bus))
-        wiring.connect(m, weights.burst, arbiter.bursts[0])
-        wiring.connect(m, arbiter.back[0], weights.back)
+        wiring.connect(m, weights.port, arbiter.ports[0])
         wiring.connect(m, wiring.flipped(self.job), weights.job)
         wiring.connect(m, weights.w, wiring.flipped(self.w))
         m.d.comb += self.fault.eq(weights.fault)

@@ -676,3 +676,54 @@ def test_a_reserved_coefficient_is_an_error_and_its_groups_are_zero():
 def test_shapes_that_no_cache_has_are_refused(fields, text):
     with pytest.raises(ParameterError, match=text):
         Requantizer(parameters(**fields))
+
+
+@pytest.mark.parametrize("kind", [Table.POSITION, Table.WINDOW])
+@pytest.mark.parametrize("position", [3, 8, 13])
+def test_a_sequence_goes_on_under_its_scales(kind, position):
+    """As if it had never ended: windows, sinks, open window, what is clamped from the position on."""
+    p = parameters(heads=2, sinks=5, evict=True)
+    part, other = sequences(p, tokens=29, prefill=6)
+    begin = position // p.group * p.group if kind == Table.WINDOW or position % p.group == 0 else position
+    end = 29 if begin % p.group == 0 else (position // p.group + 1) * p.group - 1  # a window that lacks rows stays open
+    cut = Sequence(p, part.v[:end], 6, 0) if end >= 6 else part
+    rows = [
+        sim.Row(0, part.golden["staged_scale"], scan=True, start=True),
+        *(sim.Row(0, row) for row in part.v[begin:end]),
+    ]
+    mixed = [row for pair in zip(other.rows, [*rows, *[None] * len(other.rows)], strict=False) for row in pair if row]
+    first_window = -(-begin // p.group)
+    windows = max(0, end // p.group - first_window)
+    stimulus = sim.rows_stimulus(
+        p,
+        mixed,
+        [*part.tables, *other.tables, table_write(kind, 0, position >> 16, position & 0xFFFF)],
+        windows=windows + other.windows,
+        sinks=max(0, min(p.sinks, end) - position) + p.sinks,
+        peeks=[(0, row) for row in range(begin % p.group if windows == 0 else 0, end % p.group)],
+    )
+    trace = simulate(lambda: Requantizer(p), "vcache", stimulus, simulator="amaranth")
+    assert not trace.status["error"]
+    golden = cut.golden
+    mine = [window for window in sim.written_windows(p, trace) if window.head == 0]
+    assert [window.page.timestamp for window in mine] == [p.group * (first_window + k) for k in range(windows)]
+    for number, window in enumerate(mine, first_window):
+        codes = golden["codes"][number * p.group : (number + 1) * p.group]
+        assert np.array_equal(window.page.codes.T, codes)
+        assert np.array_equal(window.page.scale, golden["scale"][number])
+    sinks, _ = sim.sink_rows(p, trace)[0]
+    assert np.array_equal(sinks, part.golden["sink"][position:end])
+    staged, scales = sim.staged_rows(p, trace)
+    open_begin = end // p.group * p.group
+    assert np.array_equal(staged, golden["staged"][max(begin, open_begin) - open_begin :])
+    assert (scales == part.golden["staged_scale"]).all()
+    before = Sequence(p, part.v[:position], 6, 0).golden["saturated"] if position >= 6 else None
+    if before is not None:
+        assert trace.status["saturated"] == golden["saturated"] - before + other.golden["saturated"]
+
+
+def test_scales_of_a_centred_cache_cannot_be_given():
+    p = parameters(centred=True)
+    part = sequences(p, tokens=9)[0]
+    stimulus = sim.rows_stimulus(p, part.rows, [*part.tables, table_write(Table.POSITION, 0)], windows=1, sinks=0)
+    assert simulate(lambda: Requantizer(p), "vcache", stimulus, simulator="amaranth").status["error"]

@@ -203,7 +203,7 @@ def test_flags_of_the_data_belong_to_their_descriptor():
 @pytest.mark.parametrize(
     ("original", "faulty"),
     [
-        ("assign y__valid = pending[3];", "assign y__valid = 1'h1;"),  # a job of outputs that none asked for
+        ("assign y__valid = pending[3]", "assign y__valid = 1'h1"),  # a job of outputs that none asked for
         ("assign x__valid = pending[1]", "assign x__valid = 1'h1"),
     ],
 )
