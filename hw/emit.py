@@ -24,7 +24,7 @@ from amaranth.lib.wiring import In, Out
 
 from kvant.hw.parameters import ParameterError
 from kvant.hw.rtlil import merge_modules
-from kvant.hw.verilog import polish
+from kvant.hw.verilog import KEYWORDS, polish
 
 STREAM_FIELDS = ("data", "user", "keep", "last")
 """Payload fields that have a port of their own (AXI4-Stream tdata, tuser, tkeep, tlast)."""
@@ -211,6 +211,8 @@ class FlatTop(Elaboratable):
         value = Value.cast(value)
         if not len(value):
             return
+        if name in KEYWORDS:
+            raise ParameterError(f"port {name}: legal are names that are no reserved words of SystemVerilog")
         fields = tuple(_leaves(shape)) if isinstance(shape, (data.Layout, ShapeCastable)) else ()
         signal = Signal(len(value), name=name)
         self.signals[name] = signal
@@ -279,12 +281,14 @@ def emit(
     Raises
     ------
     ParameterError
-        *name* is not a plain identifier.
+        *name* is not a plain identifier, or a reserved word; a port of the component has such a name.
     EmitError
         Yosys is missing or refuses the design.
     """
-    if not _NAME.fullmatch(name):
-        raise ParameterError(f"name = {name!r}: legal is a letter, then letters, digits and underscores")
+    if not _NAME.fullmatch(name) or name in KEYWORDS:
+        raise ParameterError(
+            f"name = {name!r}: legal is a letter, then letters, digits and underscores, and no reserved word"
+        )
     top = FlatTop(component)
     directions = {port.name: port.direction for port in top.ports}
     ports = {

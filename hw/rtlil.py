@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvant.hw.verilog import KEYWORDS
+
 _KEPT_ATTRIBUTES = frozenset(
     {"init", "keep", "no_rw_check", "ram_style", "syn_ramstyle", "rom_style", "romstyle", "ramstyle"}
 )
@@ -295,9 +297,11 @@ def _unique(base: str, taken: set[str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """A conventional identifier for an RTLIL one: no ``$``, dots or brackets."""
+    """A conventional identifier for an RTLIL one: no ``$``, dots or brackets, no reserved word."""
     name = re.sub(r"\$\d+", "", name.lstrip("\\"))
     name = re.sub(r"[^A-Za-z0-9_]+", "_", name).strip("_") or "u"
+    if name in KEYWORDS:
+        return f"{name}_"
     return f"u{name}" if name[0].isdigit() else name
 
 

@@ -16,9 +16,11 @@ For the caches of a model of L layers with H KV heads of d elements, if they wer
 ======================= =============== ==============================================================================
 tensor                  type            contents
 ======================= =============== ==============================================================================
-cache.key_mean          f16 [L, H, d]   mean of the keys after RoPE, subtracted before they are cached
+cache.key_mean          f16 [L, H, d]   mean of the keys after RoPE and their map, subtracted before they are cached
 cache.key_floor         f16 [L, H, d]   least magnitude that the INT8 scale of a channel of centred keys holds
 cache.value_floor       f16 [L, H, d]   the same for values
+cache.key_map           f16 [L,H,d,d]   only where there are maps: A, see the codebooks below
+cache.value_map         f16 [L,H,d,d]   the same for values
 cache.KIND.coefficients u8 [L, C]       table of coefficients; KIND as in `kvant.golden.kvcache.calibration.KINDS`
 cache.KIND.thresholds   u16 [L, C-1]    thresholds between its entries, non-descending
 ======================= =============== ==============================================================================
@@ -71,7 +73,8 @@ _KEY = "kvant"
 _PARTS = {"codes": "U8", "scale": "F16", "coefficient": "U8", "int8": "I8"}
 _CACHE = "cache"
 _CACHE_VECTORS = ("key_mean", "key_floor", "value_floor")
-_CACHE_PARTS = {"coefficients": "U8", "thresholds": "U16"} | dict.fromkeys(_CACHE_VECTORS, "F16")
+_CACHE_MAPS = ("key_map", "value_map")
+_CACHE_PARTS = {"coefficients": "U8", "thresholds": "U16"} | dict.fromkeys((*_CACHE_VECTORS, *_CACHE_MAPS), "F16")
 _PQ = "pq"
 _PQ_PARTS = {"entries": "I8", "scale": "F16", "key_mean": "F16", "transform": "F16"}
 
@@ -157,7 +160,8 @@ def _cache_planes(cache: "CacheTables") -> dict[str, "torch.Tensor"]:
     """The stored tensors of the caches' tables, by their names behind ``cache.``."""
     import torch
 
-    planes = {name: getattr(cache, name) for name in _CACHE_VECTORS}
+    maps = () if cache.key_map is None else _CACHE_MAPS
+    planes = {name: getattr(cache, name) for name in (*_CACHE_VECTORS, *maps)}
     for kind, tables in cache.tables.items():
         planes[f"{kind}.coefficients"] = tables.coefficients
         planes[f"{kind}.thresholds"] = tables.thresholds.to(torch.uint16)
@@ -386,6 +390,11 @@ def _unpack_cache(entry: dict, parts: dict[str, "torch.Tensor"]) -> "CacheTables
         check_shape(parts[name], f"{_CACHE}.{name}", shape)
         if not bool(parts[name].isfinite().all()) or (name.endswith("floor") and bool((parts[name] < 0).any())):
             raise TensorError(f"{_CACHE}.{name}: legal are finite values, in a floor of at least 0")
+    maps = {name: parts[name] for name in _CACHE_MAPS if name in parts}
+    if len(maps) == 1:
+        raise TensorError(f"{_CACHE}: {min(maps)} without the other map; legal are both or none")
+    for name, matrix in maps.items():
+        _check_maps(matrix, f"{_CACHE}.{name}", shape)
     tables = {}
     for kind, statistic in entry["statistic"].items():
         if kind not in KINDS:
@@ -396,12 +405,22 @@ def _unpack_cache(entry: dict, parts: dict[str, "torch.Tensor"]) -> "CacheTables
                 f"{_CACHE}.{kind}.coefficients: shape {tuple(coefficients.shape)}; legal is ({shape[0]}, C)"
             )
         tables[kind] = Tables.of(coefficients.numpy(), thresholds.numpy(), statistic)
-    return CacheTables(entry["group"], entry["sinks"], *(parts[name] for name in _CACHE_VECTORS), tables=tables)
+    vectors = (parts[name] for name in _CACHE_VECTORS)
+    return CacheTables(entry["group"], entry["sinks"], *vectors, tables=tables, **maps)
+
+
+def _check_maps(matrix: "torch.Tensor", name: str, shape: tuple[int, ...]) -> None:
+    """Refuse what is no map of vectors of *shape* [L, H, d]."""
+    import torch
+
+    from kvant.golden.numeric.tensors import check_shape
+
+    check_shape(matrix, name, (*shape, shape[-1]))
+    if not bool(matrix.isfinite().all()) or bool((torch.linalg.det(matrix.double()) == 0).any()):
+        raise TensorError(f"{name}: legal are finite values that can be inverted")
 
 
 def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCodebooks":
-    import torch
-
     from kvant.golden.numeric.tensors import check_shape
     from kvant.golden.pq.calibration import Kind, ModelCodebooks
     from kvant.golden.pq.codebook import Codebook
@@ -424,9 +443,7 @@ def _unpack_codebooks(entry: dict, parts: dict[str, "torch.Tensor"]) -> "ModelCo
         check_shape(book.scale, f"{name}.scale", tuple(mean.shape[:-1]))
         books[kind] = book
         if (matrix := parts.get(f"{kind}.transform")) is not None:
-            check_shape(matrix, f"{name}.transform", (*mean.shape, mean.shape[-1]))
-            if not bool(matrix.isfinite().all()) or bool((torch.linalg.det(matrix.double()) == 0).any()):
-                raise TensorError(f"{name}.transform: legal are finite values that can be inverted")
+            _check_maps(matrix, f"{name}.transform", tuple(mean.shape))
             transforms[kind] = matrix
     return ModelCodebooks(entry["sinks"], mean, books, transforms)
 

@@ -6,13 +6,14 @@ programming cuts the bins into at most C segments and gives each the coefficient
 best coefficient is no monotone function of the statistic, so neither is the table.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from kvant.golden.errors import TensorError
+from kvant.golden.kvcache.attention import to_port
 from kvant.golden.kvcache.choice import (
     STATISTICS,
     THRESHOLD_LIMIT,
@@ -22,6 +23,7 @@ from kvant.golden.kvcache.choice import (
     choose_shared,
     group_statistics,
 )
+from kvant.golden.kvcache.maps import apply, balanced_map, covariance, output_gram, score_metric
 from kvant.golden.kvcache.rows import centred, check_sinks
 from kvant.golden.kvcache.temporal import stage_rows
 from kvant.golden.linear.threads import independent_threads
@@ -101,11 +103,13 @@ class CacheTables:
     sinks : int
         First tokens of a sequence that took no part.
     key_mean : f16 [L, H, d]
-        Mean of every channel of the keys after RoPE.
+        Mean of every channel of the keys after RoPE, behind their map.
     key_floor, value_floor : f16 [L, H, d]
-        Magnitude that the INT8 scale of a channel has to hold, of centred keys and of values.
+        Magnitude that the INT8 scale of a channel has to hold, of centred keys and of values, behind their maps.
     tables : dict of str to Tables
         By name of the kind, see `KINDS`; coefficients u8 [L, C], thresholds i64 [L, C-1].
+    key_map, value_map : f16 [L, H, d, d], optional
+        Maps that keys and values take before they are cached, both or none; see `kvant.golden.kvcache.maps`.
     """
 
     group: int
@@ -114,6 +118,8 @@ class CacheTables:
     key_floor: torch.Tensor
     value_floor: torch.Tensor
     tables: dict[str, Tables]
+    key_map: torch.Tensor | None = None
+    value_map: torch.Tensor | None = None
 
     def layers(self, kind: str) -> tuple[Tables, ...]:
         """The tables of a kind, by layer.
@@ -333,6 +339,19 @@ class KeysAndValues:
             setattr(self, part, value[0].clamp(-FP16_MAX, FP16_MAX).to(torch.float16))
 
 
+class Activations(KeysAndValues):
+    """Observer of a layer on one window of text that keeps its queries, f32 [Hq, T, d], too."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries: torch.Tensor | None = None
+
+    def __call__(self, name: str, value: torch.Tensor) -> None:
+        super().__call__(name, value)
+        if name.endswith(".queries"):
+            self.queries = value[0]
+
+
 class CacheCalibrator:
     """Fits the tables of a model, layer by layer, from what `observe_layers` shows.
 
@@ -352,6 +371,11 @@ class CacheCalibrator:
         Coefficients that a table may hold.
     kinds : sequence of str
         Tables wanted, of `KINDS`.
+    maps : bool
+        Find maps ahead of the caches, from observers that keep queries; else vectors are cached as they are.
+    output : callable, optional
+        Gives the output projection f32 [hidden, Hq * d] of a layer's number, which weighs errors for the maps; default
+        identity.
     """
 
     def __init__(
@@ -364,19 +388,22 @@ class CacheCalibrator:
         floor_margin: float = FLOOR_MARGIN,
         candidates: Sequence[int] = ALL_COEFFICIENTS,
         kinds: Sequence[str] = tuple(KINDS),
+        maps: bool = False,
+        output: Callable[[int], torch.Tensor] | None = None,
     ):
         self._group, self._sinks = check_group(group), check_sinks(sinks)
         if statistic not in STATISTICS:
             raise TensorError(f"statistic = {statistic!r}: legal is one of {', '.join(map(repr, STATISTICS))}")
         self._statistic, self._candidates, self._kinds = statistic, tuple(candidates), tuple(kinds)
         self._floor_quantile, self._floor_margin = floor_quantile, floor_margin
+        self._maps, self._output = maps, output
         self._found: list[dict[str, torch.Tensor]] = []
         self._tables: dict[str, list[tuple[list[int], list[int]]]] = {kind: [] for kind in self._kinds}
 
     @staticmethod
-    def observer() -> KeysAndValues:
+    def observer() -> Activations:
         """An observer of one layer on one window."""
-        return KeysAndValues()
+        return Activations()
 
     def add(self, observers: Iterable[KeysAndValues]) -> None:
         """Fit the next layer.
@@ -394,6 +421,9 @@ class CacheCalibrator:
                 f"calibration windows of {longest} tokens: legal is at least group = {self._group} and more than "
                 f"sinks = {self._sinks}"
             )
+        maps = self._find_maps(observers, rows) if self._maps else {}
+        for part, matrix in maps.items():
+            rows[part] = [to_port(apply(matrix, x)) for x in rows[part]]
         late = [x[:, self._sinks :].float() for x in rows["keys"]]
         count = sum(x.shape[-2] for x in late)
         mean = fp16(sum(x.sum(-2, dtype=torch.float64) for x in late) / count)
@@ -402,6 +432,8 @@ class CacheCalibrator:
             "key_floor": self._floor(rows["keys"], mean),
             "value_floor": self._floor(rows["values"]),
         }
+        if maps:
+            found |= {"key_map": maps["keys"], "value_map": maps["values"]}
         self._found.append(found)
         with independent_threads() as run:
             for name in self._kinds:
@@ -410,6 +442,46 @@ class CacheCalibrator:
                 long_enough = [x for x in rows[kind.rows] if x.shape[-2] >= least]
                 groups = run(lambda x, kind=kind: self._groups(x, kind, found), long_enough)
                 self._tables[name].append(fit_kind(groups, kind.shared_coefficient, self._statistic, self._candidates))
+
+    def _find_maps(
+        self, observers: Sequence[Activations], rows: dict[str, list[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Maps f16 [H, d, d] of the layer's keys and values.
+
+        A group along time meets what a channel does within a window: keys, which have an offset, without its mean.
+        """
+        (kv_heads, _, dim), heads = rows["keys"][0].shape, observers[0].queries.shape[0]
+        gram = None if self._output is None else output_gram(self._output(len(self._found)), heads)
+        metrics = {"values": torch.eye(dim, dtype=torch.float64).expand(kv_heads, dim, dim)}
+        if gram is not None:
+            metrics["values"] = gram.unflatten(0, (kv_heads, -1)).sum(1, dtype=torch.float64)
+
+        def cost(observer: Activations) -> torch.Tensor:
+            text = observer.queries, observer.keys, observer.values
+            return score_metric(*text, gram, sinks=self._sinks, window=self._group)
+
+        def spread(part: str, x: torch.Tensor) -> torch.Tensor:
+            rows = x[:, self._sinks :]
+            size = min(self._group, rows.shape[1])
+            windows = rows[:, : rows.shape[1] // size * size].unflatten(1, (-1, size))
+            if part == "keys":
+                return covariance(windows).mean(1)
+            windows = windows.flatten(1, 2).double()
+            return windows.mT @ windows / windows.shape[1]
+
+        def find(job: tuple[str, int]) -> torch.Tensor:
+            part, head = job
+            return balanced_map(metrics[part][head], spreads[part][head])
+
+        spreads = {}
+        with independent_threads() as run:
+            metrics["keys"] = sum(run(cost, observers))
+            for part in metrics:
+                long_enough = [x for x in rows[part] if x.shape[1] > self._sinks]
+                spreads[part] = sum(run(lambda x, part=part: spread(part, x), long_enough)) / len(long_enough)
+            jobs = [(part, head) for part in metrics for head in range(kv_heads)]
+            found = torch.stack(run(find, jobs)).unflatten(0, (len(metrics), kv_heads))
+        return dict(zip(metrics, found, strict=True))
 
     def _floor(self, rows: Sequence[torch.Tensor], mean: torch.Tensor | None = None) -> torch.Tensor:
         """Floor f16 [H, d] of a layer."""

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+import torch
+
 from kvant.golden.errors import TensorError
 from kvant.golden.formats import baselines
 from kvant.golden.formats.base import GroupFormat
@@ -16,6 +18,7 @@ from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.calibration import KINDS, CacheTables
 from kvant.golden.kvcache.integer import IntegerAttention
 from kvant.golden.kvcache.kvquant import KeyLevels, TokenLevels
+from kvant.golden.kvcache.maps import MAP_BITS, MappedAttention
 from kvant.golden.kvcache.static_integer import StaticInteger
 from kvant.golden.numeric.tensors import group_count
 from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
@@ -113,6 +116,8 @@ class CacheFormat:
         Attention runs in the integer chain, else in float32 over the values that the cache holds.
     codebooks : tuple of str
         Kinds of codebooks needed. Where keys or values are product-quantised, attention is theirs.
+    mapped : bool
+        Only behind the maps of the tables. (A calibrated format is behind them whenever there are any.)
     """
 
     name: str
@@ -121,18 +126,40 @@ class CacheFormat:
     calibrated: bool = False
     integer: bool = False
     codebooks: tuple[str, ...] = ()
+    mapped: bool = False
+
+    def maps(self, settings: CacheSettings) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Maps f16 [L, H, d, d] of keys and of values ahead of the stores, where these do not have their own.
+
+        Raises
+        ------
+        TensorError
+            There are none, and the format is nothing without.
+        """
+        if not self.calibrated:
+            return None
+        tables = settings.calibrated()
+        if tables.key_map is not None:
+            return tables.key_map, tables.value_map
+        if self.mapped:
+            raise TensorError("maps: missing in the tables; `kvant quantize --calibrate` makes them, unless --no-maps")
+        return None
 
     def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention | PqAttention | FloatPqAttention:
         """The attention strategy of a model with this cache."""
         keys, values = self.stores(settings)
         if isinstance(keys, Pq) or isinstance(values, Pq):
             return PqAttention(keys, values) if self.integer else FloatPqAttention(keys, values)
-        return IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
+        attention = IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
+        maps = self.maps(settings)
+        return attention if maps is None else MappedAttention(attention, *maps)
 
     def footprint(self, settings: CacheSettings, head_dim: int) -> tuple[Footprint, Footprint]:
         """What keys and values take."""
-        keys, values = self.stores(settings)
-        return keys.footprint(head_dim), values.footprint(head_dim)
+        found = tuple(store.footprint(head_dim) for store in self.stores(settings))
+        if self.maps(settings) is not None:
+            found = tuple(replace(each, sequence=each.sequence + MAP_BITS * head_dim) for each in found)
+        return found
 
 
 def mant_store(settings: CacheSettings, kind: str) -> Store:
@@ -180,6 +207,12 @@ def _pq(name: str, description: str, keys: str, values: str, *, integer: bool = 
         return tuple(pq_store(books, kind, *options) for kind in (keys, values))
 
     return CacheFormat(name, description, stores, integer=integer, codebooks=(keys, values))
+
+
+def _behind_maps(format_: CacheFormat) -> CacheFormat:
+    """A format that needs no tables behind the maps of M-ANT's."""
+    description = f"{format_.description}; behind the maps of the tables"
+    return replace(format_, name=f"{format_.name}_mapped", description=description, calibrated=True, mapped=True)
 
 
 def _along_head(format_: GroupFormat) -> CacheFormat:
@@ -287,3 +320,8 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     )
 }
 """All cache formats, the reference's own first."""
+
+CACHE_FORMATS |= {
+    f"{name}_mapped": _behind_maps(CACHE_FORMATS[name])
+    for name in ("int8", "int4_asymmetric", "nf4", "int4_asymmetric_time", "kivi")
+}

@@ -10,6 +10,8 @@ The exact rows stay here too, since the golden model makes its bits anew in ever
 `GoldenCache.bits_per_element`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
@@ -17,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import Store
 from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheFormat, CacheSettings
+from kvant.golden.kvcache.maps import apply, inverse
 from kvant.golden.models.errors import ModelError
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -64,10 +67,12 @@ class GoldenCache(Cache):
         settings = settings or CacheSettings()
         stores = format.stores(settings)
         _check_model(config, stores)
+        maps = format.maps(settings) or (None, None)
+        pairs = [_Mapped(*pair) for pair in zip(stores, maps, strict=True)]
         real = None if attention_mask is None else _check_mask(attention_mask)
         count = config.num_hidden_layers
-        super().__init__(layers=[_Layer(number, stores, real) for number in range(count)])
-        self._footprints = [store.footprint(_head_dim(config)) for store in stores]
+        super().__init__(layers=[_Layer(number, pairs, real) for number in range(count)])
+        self._footprints = format.footprint(settings, _head_dim(config))
 
     @property
     def bits_per_element(self) -> float:
@@ -77,19 +82,34 @@ class GoldenCache(Cache):
         return sum(footprint.at(tokens) for footprint in self._footprints) / 2 if tokens else 0.0
 
 
+class _Mapped:
+    """A store behind a map f16 [L, H, d, d], if there is one: rows pass through it, and what is read back again."""
+
+    def __init__(self, store: Store, matrix: torch.Tensor | None):
+        self._store, self._map = store, matrix
+        self._inverse = None if matrix is None else inverse(matrix)
+
+    def latest(self, layer: int, x: torch.Tensor, prefill: int) -> torch.Tensor:
+        """Rows f32 [H, T, d] of a sequence whose first call has *prefill* tokens, as its newest query meets them."""
+        store = self._store.begun(prefill)
+        if self._map is None:
+            return store.latest(layer, x)
+        return apply(self._inverse[layer], store.latest(layer, apply(self._map[layer], x)))
+
+
 class _Layer(DynamicLayer):
     """Exact rows of a layer as the base class keeps them, read through the stores.
 
     Parameters
     ----------
     number : int
-    stores : pair of Store
+    stores : pair of _Mapped
         Of keys and of values.
     mask : bool [B, T], optional
         Real tokens.
     """
 
-    def __init__(self, number: int, stores: tuple[Store, Store], mask: torch.Tensor | None):
+    def __init__(self, number: int, stores: Sequence[_Mapped], mask: torch.Tensor | None):
         super().__init__()
         self._number, self._stores, self._given = number, stores, mask
         self._clear()
@@ -133,14 +153,14 @@ class _Layer(DynamicLayer):
         self._real = torch.cat((self._real, new), 1)
         self._prefill = torch.where(self._prefill == 0, new.sum(1), self._prefill)
 
-    def _read(self, store: Store, rows: torch.Tensor) -> torch.Tensor:
+    def _read(self, store: _Mapped, rows: torch.Tensor) -> torch.Tensor:
         """Rows [B, H, T, d] as the newest token's queries meet them; 0 where there is padding."""
         held = torch.zeros_like(rows)
         for number, (sequence, real, prefill) in enumerate(zip(rows, self._real, self._prefill, strict=True)):
             if prefill:
                 places = real.nonzero().flatten().to(rows.device)
                 x = sequence[:, places].detach().float().cpu()
-                found = store.begun(int(prefill)).latest(self._number, x)
+                found = store.latest(self._number, x, int(prefill))
                 held[number, :, places] = found.to(rows.device, rows.dtype)
         return held
 

@@ -19,13 +19,13 @@ from kvant.golden.attention.softmax import bin_shift, logarithms, reference, sco
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import Footprint, Store, View, by_kv_head, causal_mask, to_port
 from kvant.golden.kvcache.integer import WEIGHT_SCALE, int8_group
+from kvant.golden.kvcache.maps import MAP_BITS, apply, inverse
 from kvant.golden.kvcache.spatial import int8_rows
 from kvant.golden.numeric.int8 import Int8Groups
 from kvant.golden.pq.cache import check_recent, fresh_rows, pq_cache
 from kvant.golden.pq.codebook import Codebook
 from kvant.golden.pq.encode import encode
 from kvant.golden.pq.scores import quantize_query, read_out, value_bins
-from kvant.golden.pq.transform import apply, inverse
 
 _POSITIONS = 64  # at a time: what is made for them stays near the caches
 _FLOAT_POSITIONS = 256
@@ -123,7 +123,7 @@ class Pq(Store):
         partition = self.codebooks[0].partition
         once = 8 * partition.codebook_bytes / head_dim / self.sharing
         if self.transform is not None:
-            once += 16 * head_dim
+            once += MAP_BITS * head_dim
         return Footprint(partition.bits_per_element, fresh, fresh, 1, self.sinks, sequence=once, recent=self.recent)
 
 

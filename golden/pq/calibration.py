@@ -11,14 +11,15 @@ import torch
 
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import to_port
-from kvant.golden.kvcache.calibration import KeysAndValues
+from kvant.golden.kvcache.calibration import Activations
+from kvant.golden.kvcache.maps import apply, covariance, mapped_mean, output_gram, score_metric, second_moments
 from kvant.golden.kvcache.rows import centred, check_sinks
 from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.rounding import fp16
 from kvant.golden.pq.cache import check_recent
 from kvant.golden.pq.codebook import Codebook, Partition
 from kvant.golden.pq.train import check_finite, train_codebooks
-from kvant.golden.pq.transform import apply, covariance, output_gram, score_metric, second_moments, transform
+from kvant.golden.pq.transform import transform
 
 _MODEL_SAMPLES = 4096  # tokens of a layer that the codebook of a whole model is trained with
 
@@ -114,19 +115,6 @@ class ModelCodebooks:
             raise TensorError(f"codebooks {kind!r}: not trained; there are {', '.join(self.books)}")
         book = self.books[kind]
         return tuple(book.at(layer) for layer in range(book.leading[0]))
-
-
-class Activations(KeysAndValues):
-    """Observer of a layer on one window of text that keeps its queries, f32 [Hq, T, d], too."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries: torch.Tensor | None = None
-
-    def __call__(self, name: str, value: torch.Tensor) -> None:
-        super().__call__(name, value)
-        if name.endswith(".queries"):
-            self.queries = value[0]
 
 
 class CodebookCalibrator:
@@ -273,10 +261,3 @@ class CodebookCalibrator:
 def _everywhere(book: Codebook, heads: int) -> Codebook:
     """One codebook as that of every head."""
     return Codebook(book.entries.expand(heads, *book.entries.shape), book.scale.expand(heads))
-
-
-def mapped_mean(mean: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
-    """``fp16(A mean)`` of a mean f16 [..., d] and a map f16 [..., d, d], or the mean itself without one."""
-    if matrix is None:
-        return mean
-    return to_port((matrix.to(torch.float64) * mean.to(torch.float64)[..., None, :]).sum(-1))

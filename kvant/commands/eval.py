@@ -124,11 +124,12 @@ def evaluate(
     from kvant.golden.models.checkpoint import open_model
 
     if formats == "list":
+        width = max(map(len, CACHE_FORMATS)) + 2
         for name, format_ in CACHE_FORMATS.items():
             needs = " (needs --tables)" if format_.calibrated else ""
             if format_.codebooks:
                 needs = f" (needs --tables with codebooks {','.join(format_.codebooks)})"
-            typer.echo(f"{name:22}{format_.description}{needs}")
+            typer.echo(f"{name:{width}}{format_.description}{needs}")
         return
     _check_output(output)
     if (text is None) == (token_windows is None):
@@ -192,6 +193,8 @@ def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:
             raise InputError(f"--formats {name!r}: legal are {', '.join(CACHE_FORMATS)}")
         if CACHE_FORMATS[name].calibrated and settings.tables is None:
             raise InputError(f"--formats {name}: needs --tables; `kvant quantize MODEL --calibrate TEXT` fits them")
+        if CACHE_FORMATS[name].mapped and settings.tables.key_map is None:
+            raise InputError(f"--formats {name}: needs --tables with maps; `kvant quantize` made these with --no-maps")
         if kinds := CACHE_FORMATS[name].codebooks:
             try:
                 settings.trained(kinds)
@@ -316,6 +319,7 @@ def _job(checkpoint, pieces, names, settings: "CacheSettings", quantised) -> str
     state.update(f"{names} {settings.group} {settings.sinks} {settings.prefill}".encode())
     if (cache := settings.tables) is not None:
         vectors = [cache.key_mean, cache.key_floor, cache.value_floor]
+        vectors += [] if cache.key_map is None else [cache.key_map, cache.value_map]
         for tables in cache.tables.values():
             state.update(tables.statistic.encode())
             vectors += [tables.coefficients, tables.thresholds]

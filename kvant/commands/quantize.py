@@ -18,6 +18,8 @@ from kvant.errors import InputError
 from kvant.options import ConfigOption, SetOption
 
 if TYPE_CHECKING:
+    import torch
+
     from kvant.config import Config
     from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.linear.weights import QuantizedWeights
@@ -69,7 +71,7 @@ class Recipe:
     codebooks : tuple of str
         Kinds of codebooks trained for product-quantised caches, as ``key_2x8``.
     maps : bool
-        Train codebooks behind maps of keys and values that the host applies.
+        Fit tables and codebooks behind maps of keys and values, which the host applies.
     """
 
     group: int
@@ -212,7 +214,8 @@ def quantize(
     maps: Annotated[
         bool,
         typer.Option(
-            "--maps/--no-maps", help="Train codebooks for keys and values behind linear maps, which the host applies."
+            "--maps/--no-maps",
+            help="Fit tables and codebooks of keys and values behind linear maps, which the host applies.",
         ),
     ] = Recipe.maps,
 ) -> None:
@@ -454,6 +457,11 @@ def _configuration(checkpoint: "Checkpoint", recipe: Recipe):
     return configuration, windows
 
 
+def output_projection(checkpoint: "Checkpoint") -> "Callable[[int], torch.Tensor]":
+    """Gives the output projection of a layer's attention by its number."""
+    return lambda layer: checkpoint.weight(f"model.layers.{layer}.self_attn.o_proj.weight")
+
+
 def codebook_calibrator(recipe: Recipe, checkpoint: "Checkpoint"):
     """What trains the codebooks of a recipe, or None.
 
@@ -472,7 +480,7 @@ def codebook_calibrator(recipe: Recipe, checkpoint: "Checkpoint"):
             recipe.codebooks,
             sinks=recipe.sinks,
             maps=recipe.maps,
-            output=lambda layer: checkpoint.weight(f"model.layers.{layer}.self_attn.o_proj.weight"),
+            output=output_projection(checkpoint),
         )
         calibrator.check(checkpoint.config.head_dim)
     except TensorError as error:
@@ -505,16 +513,22 @@ def _calibrate(
     task = progress.add_task("calibrate", total=checkpoint.config.layers)
     advance: Callable[[int, int], None] = lambda done, _: progress.update(task, completed=done)  # noqa: E731
     moments = Moments(recipe.group, diagonal=recipe.objective == "diagonal", names=names)
-    caches = CacheCalibrator(group=recipe.group, sinks=recipe.sinks, statistic=recipe.statistic)
+    caches = CacheCalibrator(
+        group=recipe.group,
+        sinks=recipe.sinks,
+        statistic=recipe.statistic,
+        maps=recipe.maps,
+        output=output_projection(checkpoint),
+    )
     codebooks = codebook_calibrator(recipe, checkpoint)
     # where only the tables are wanted, windows that are too short for them are refused
     long_enough = not names or max(len(window) for window in windows) >= max(recipe.group, recipe.sinks + 1)
 
     class Both:
-        """Observer for moments and caches; the one of codebooks keeps more than that of tables."""
+        """Observer for moments and caches."""
 
         def __init__(self):
-            self.moments, self.caches = moments.observer(), (codebooks or caches).observer()
+            self.moments, self.caches = moments.observer(), caches.observer()
 
         def __call__(self, name, value) -> None:
             self.moments(name, value)
@@ -539,13 +553,18 @@ def _calibrate(
 def _cache_summary(cache: "CacheTables | None", recipe: Recipe) -> str:
     if cache is None:
         return f"no tables for caches: no calibration window holds a group of {recipe.group} tokens behind the sinks"
-    return f"tables for the caches of {len(cache.key_mean)} layers: {', '.join(cache.tables)}"
+    text = f"tables for the caches of {len(cache.key_mean)} layers: {', '.join(cache.tables)}"
+    return text + _described_maps(cache.key_map is not None)
 
 
 def _codebook_summary(codebooks: "ModelCodebooks") -> str:
     sizes = [f"{kind} ({book.entries.nbytes + book.scale.nbytes:,} bytes)" for kind, book in codebooks.books.items()]
     text = f"codebooks of {len(codebooks.key_mean)} layers: {', '.join(sizes)}"
-    return text + ("; keys and values pass through maps first" if codebooks.transforms else "")
+    return text + _described_maps(bool(codebooks.transforms))
+
+
+def _described_maps(present: bool) -> str:
+    return "; keys and values pass through maps first" if present else ""
 
 
 def _described(report: TensorReport) -> str:

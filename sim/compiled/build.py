@@ -24,6 +24,23 @@ from kvant.sim.errors import ToolError
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the parts done and the parts in all."""
 
+PLAYER = ("player.cpp", "agent.h", "axi.h")
+"""Its sources; the first is completed by `bindings`."""
+
+MEMORY_PORTS = (
+    *("arid", "araddr", "arlen", "arsize", "arburst", "arvalid", "arready"),
+    *("rid", "rdata", "rresp", "rlast", "rvalid", "rready"),
+    *("awid", "awaddr", "awlen", "awsize", "awburst", "awvalid", "awready"),
+    *("wdata", "wstrb", "wlast", "wvalid", "wready", "bid", "bresp", "bvalid", "bready"),
+)
+"""Ports of an AXI4 master, which is joined to a memory, behind the name of the bus."""
+
+REGISTER_PORTS = (
+    *("awaddr", "awvalid", "awready", "wdata", "wstrb", "wvalid", "wready", "bresp", "bvalid", "bready"),
+    *("araddr", "arvalid", "arready", "rdata", "rresp", "rvalid", "rready"),
+)
+"""Ports of an AXI4-Lite slave, which is joined to a host, behind the name of the bus."""
+
 WRAPPER = "driven"
 LIBRARY = "model.so"
 MAX_THREADS = 8
@@ -85,11 +102,12 @@ def library(design: Design, *, threads: int = 1, progress: Progress | None = Non
     if "clk" not in {port.name for port in design.ports}:
         raise ParameterError(f"design {design.name}: has no clock; legal is a clocked one")
     version = toolchain.version("verilator")
-    source = Path(__file__).with_name("player.cpp").read_text(encoding="utf-8")
+    sources = {name: Path(__file__).with_name(name).read_text(encoding="utf-8") for name in PLAYER}
     texts = {
         "design.sv": design.verilog + wrapper(design),
         "shared.vlt": sharing(design),
-        "player.cpp": source + bindings(design),
+        "player.cpp": sources.pop("player.cpp") + bindings(design),
+        **sources,
     }
     options = repr((VERILATOR_OPTIONS, COMMON_FLAGS, FAST_FLAGS, SLOW_FLAGS, threads))
     key = "\0".join([version, _compiler(), options, *texts.values()])
@@ -170,14 +188,39 @@ def sharing(design: Design) -> str:
     return "\n".join([*text, ""])
 
 
+def memories(design: Design) -> list[str]:
+    """Names of the AXI4 masters of a design, as ``m_axi``."""
+    return _buses(design, MEMORY_PORTS, "output")
+
+
+def registers(design: Design) -> list[str]:
+    """Names of the AXI4-Lite slaves of a design, as ``s_axil``."""
+    return [name for name in _buses(design, REGISTER_PORTS, "input") if name not in memories(design)]
+
+
+def _buses(design: Design, ports: Sequence[str], direction: str) -> list[str]:
+    directions = {port.name: port.direction for port in design.ports}
+    names = [name.removesuffix("_arvalid") for name, way in directions.items() if name.endswith("_arvalid")]
+    return [
+        name
+        for name in names
+        if directions[f"{name}_arvalid"] == direction and all(f"{name}_{port}" in directions for port in ports)
+    ]
+
+
 def plain_ports(design: Design) -> list[str]:
-    """Ports that belong to no stream, without clock and reset, in their order."""
+    """Ports that belong to no stream and no bus, without clock and reset, in their order."""
     taken = {name for s in design.streams.values() for name in (s.valid, s.ready, *s.fields.values())}
-    return [port.name for port in design.ports if port.name not in taken and port.name not in ("clk", "rst")]
+    buses = tuple(f"{name}_" for name in (*memories(design), *registers(design)))
+    return [
+        port.name
+        for port in design.ports
+        if port.name not in taken and port.name not in ("clk", "rst") and not (buses and port.name.startswith(buses))
+    ]
 
 
 def bindings(design: Design) -> str:
-    """The part of the player that knows the design's ports: streams and plain ports in their order."""
+    """The part of the player that knows the design's ports: streams, buses and plain ports in their order."""
     widths = {port.name: port.width for port in design.ports}
 
     def field(port: str) -> str:
@@ -191,6 +234,13 @@ def bindings(design: Design) -> str:
         kind = "Source" if stream.direction == "input" else "Sink"
         fields = ", ".join(field(port) for port in stream.fields.values() if port in widths)
         lines.append(f"    add<{kind}>({bit(stream.valid)}, {bit(stream.ready)}, {{{fields}}});")
+    for kind, names, ports in (
+        ("memories", memories(design), MEMORY_PORTS),
+        ("registers", registers(design), REGISTER_PORTS),
+    ):
+        for name in names:
+            fields = ", ".join(field(f"{name}_{port}") for port in ports)
+            lines.append(f"    add({kind}, {{{fields}}});")
     lines += [f"    plain.push_back({field(port)});" for port in plain_ports(design)]
     return "\n".join(["", "void Player::bind() {", *lines, "}", ""])
 

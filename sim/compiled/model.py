@@ -10,7 +10,7 @@ import numpy as np
 
 from kvant.hw.emit import Design
 from kvant.hw.parameters import ParameterError
-from kvant.sim.compiled.build import Progress, library, plain_ports, storage_bytes
+from kvant.sim.compiled.build import Progress, library, memories, plain_ports, registers, storage_bytes
 from kvant.sim.errors import SimulationError
 
 IDLE_CYCLES = 20_000
@@ -21,11 +21,15 @@ SLICE_SECONDS = 0.1
 """Time after which the loop looks whether the user has interrupted."""
 
 _DONE, _SLICE, _LIMIT, _IDLE, _FAULT = range(5)
-_FAULTS = {
+FAULTS = {
     1: "valid dropped while it waited",
     2: "payload changed while it waited",
     3: "a transfer more than expected",
+    4: "a burst crosses a multiple of 4 KB",
+    5: "a burst of another size than the port's words, another type than INCR, or not at a word's address",
+    6: "wlast at another word than the last",
 }
+"""How a rule of a bus can be broken, by the number that the player gives."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class CompiledModel:
     threads : int
         Threads of the model.
     stall : float or mapping of str to float
-        Probability of a pause in every cycle, of every stream or by stream.
+        Probability of a pause in every cycle, of every stream and every channel of a memory, or by stream and memory.
     seed : int
         Pauses of a stream depend on seed and name alone. They are others than those of `kvant.sim.simulate`.
     progress : callable, optional
@@ -94,6 +98,8 @@ class CompiledModel:
             name: {field: widths[port] for field, port in stream.fields.items() if port in widths}
             for name, stream in design.streams.items()
         }
+        self._memories = {name: number for number, name in enumerate(memories(design))}
+        self._registers = {name: number for number, name in enumerate(registers(design))}
         self._ports = {name: (number, widths[name]) for number, name in enumerate(plain_ports(design))}
         stalls = self._stalls(stall)
         self._library = _load(str(library(design, threads=threads, progress=progress)))
@@ -102,13 +108,19 @@ class CompiledModel:
         for name, probability in stalls.items():
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             start = int.from_bytes(digest[:8], "little")
-            self._library.kvant_stall(self._player, self._streams[name], start, probability)
+            if name in self._memories:
+                self._library.kvant_memory_stall(self._player, self._memories[name], start, probability)
+            else:
+                self._library.kvant_stall(self._player, self._streams[name], start, probability)
+        self._attached: dict[str, np.ndarray] = {}
         self.reset()
 
     def _stalls(self, stall: float | Mapping[str, float]) -> dict[str, float]:
-        stalls = dict(stall) if isinstance(stall, Mapping) else dict.fromkeys(self._streams, stall)
+        known = (*self._streams, *self._memories)
+        stalls = dict(stall) if isinstance(stall, Mapping) else dict.fromkeys(known, stall)
         for name, probability in stalls.items():
-            self._number(name)
+            if name not in self._memories:
+                self._number(name)
             if not 0 <= probability < 1:
                 raise ParameterError(
                     f"stall of stream {name} = {probability!r}: legal is a probability from 0 to below 1"
@@ -256,6 +268,97 @@ class CompiledModel:
             raise ParameterError(f"port {port!r}: legal are {', '.join(self._ports) or 'none'}")
         return self._ports[port]
 
+    def attach(self, memory: str, contents: np.ndarray, *, base: int = 0, latency: int = 0) -> None:
+        """Put a memory behind an AXI4 master.
+
+        The design reads and writes *contents* themselves, one word a cycle each way, bursts in their order. What lies
+        elsewhere is answered with an error, as is everything before a memory is attached.
+
+        Parameters
+        ----------
+        memory : str
+            Name of the bus, as ``m_axi``.
+        contents : u8 [bytes]
+        base : int
+            Address of the first of them.
+        latency : int
+            Cycles from the transfer of an address to the first word, and from the last word written to the answer.
+
+        Raises
+        ------
+        ParameterError
+            No such bus, or contents that are no contiguous array of bytes.
+        """
+        if memory not in self._memories:
+            raise ParameterError(f"memory {memory!r}: legal are {', '.join(self._memories) or 'none'}")
+        if contents.dtype != np.uint8 or contents.ndim != 1 or not contents.flags.c_contiguous:
+            raise ParameterError(
+                f"memory {memory}: {contents.dtype} {list(contents.shape)}; legal is contiguous uint8 [n]"
+            )
+        self._attached[memory] = contents
+        self._library.kvant_memory(
+            self._player, self._memories[memory], base, len(contents), contents.ctypes.data, latency
+        )
+
+    def memory_words(self, memory: str) -> tuple[int, int]:
+        """Words read and written at an AXI4 master so far."""
+        numbers = (ctypes.c_uint64 * 2)()
+        self._library.kvant_memory_words(self._player, self._memories[memory], numbers)
+        return numbers[0], numbers[1]
+
+    def read_register(self, bus: str, address: int) -> tuple[int, int]:
+        """Read through an AXI4-Lite slave, as ``s_axil``: the value and the response, 0 where all is well."""
+        self._library.kvant_begin_read(self._player, self._register_bus(bus), address)
+        return self._answer(bus)
+
+    def write_register(self, bus: str, address: int, value: int) -> int:
+        """Write through an AXI4-Lite slave; the response."""
+        self._library.kvant_begin_write(self._player, self._register_bus(bus), address, value)
+        return self._answer(bus)[1]
+
+    def _register_bus(self, bus: str) -> int:
+        if bus not in self._registers:
+            raise ParameterError(f"registers {bus!r}: legal are {', '.join(self._registers) or 'none'}")
+        return self._registers[bus]
+
+    def _answer(self, bus: str) -> tuple[int, int]:
+        outcome = _SLICE
+        while outcome == _SLICE:
+            outcome = self._library.kvant_run(self._player, 1 << 62, IDLE_CYCLES, SLICE_SECONDS)
+        if outcome == _IDLE:
+            raise SimulationError(f"registers {bus}: no answer for {IDLE_CYCLES} cycles, cycle {self.cycle}")
+        self._check_fault()
+        numbers = (ctypes.c_uint64 * 2)()
+        self._library.kvant_answer(self._player, self._registers[bus], numbers)
+        return numbers[0], numbers[1]
+
+    def wait(self, port: str, *, limit: int | None = None, idle: int = IDLE_CYCLES) -> None:
+        """Play until the lowest bit of a plain output is high.
+
+        Parameters
+        ----------
+        port : str
+        limit : int, optional
+            Cycles of this run at most.
+        idle : int
+            Cycles without any transfer after which it is given up.
+
+        Raises
+        ------
+        SimulationError
+            A limit was reached, or a rule of a bus was broken.
+        """
+        number, _ = self._plain(port)
+        self._library.kvant_mark(self._player)
+        end, outcome = (1 << 62) if limit is None else self.cycle + limit, _SLICE
+        while outcome == _SLICE:
+            outcome = self._library.kvant_wait(self._player, number, end, idle, SLICE_SECONDS)
+            time.sleep(0)  # an interrupt is seen here
+        self._check_fault()
+        if outcome != _DONE:
+            reason = f"no transfer for {idle} cycles" if outcome == _IDLE else f"not high after {limit} cycles"
+            raise SimulationError(f"port {port}: {reason}, cycle {self.cycle}")
+
     def step(self, cycles: int) -> None:
         """Play so many cycles, whatever is transferred: plain outputs settle, surplus transfers show.
 
@@ -324,8 +427,9 @@ class CompiledModel:
 
     def _check_fault(self) -> None:
         if fault := self._library.kvant_fault(self._player):
-            name = list(self._streams)[(fault & 0xFFFF) - 1]
-            raise SimulationError(f"stream {name}: {_FAULTS[fault >> 16]}, up to cycle {self.cycle}")
+            name = [*self._streams, *self._memories, *self._registers][(fault & 0xFFFF) - 1]
+            kind = "stream" if name in self._streams else "bus"
+            raise SimulationError(f"{kind} {name}: {FAULTS[fault >> 16]}, up to cycle {self.cycle}")
 
 
 def records(words: Sequence[int], width: int) -> np.ndarray:
@@ -354,6 +458,13 @@ def _load(path: str) -> ctypes.CDLL:
         "kvant_stream": (None, [pointer, integer, ctypes.POINTER(wide)]),
         "kvant_read": (None, [pointer, integer, pointer]),
         "kvant_write": (None, [pointer, integer, ctypes.c_char_p]),
+        "kvant_wait": (integer, [pointer, integer, wide, wide, ctypes.c_double]),
+        "kvant_memory": (None, [pointer, integer, ctypes.c_uint64, ctypes.c_uint64, pointer, wide]),
+        "kvant_memory_stall": (None, [pointer, integer, ctypes.c_uint64, ctypes.c_double]),
+        "kvant_memory_words": (None, [pointer, integer, ctypes.POINTER(ctypes.c_uint64)]),
+        "kvant_begin_write": (None, [pointer, integer, ctypes.c_uint64, ctypes.c_uint64]),
+        "kvant_begin_read": (None, [pointer, integer, ctypes.c_uint64]),
+        "kvant_answer": (None, [pointer, integer, ctypes.POINTER(ctypes.c_uint64)]),
     }
     library_ = ctypes.CDLL(path)
     for name, (result, arguments) in signatures.items():

@@ -19,61 +19,17 @@
 #include "Vmodel.h"
 #include "verilated.h"
 
+#include "agent.h"
+#include "axi.h"
+
 namespace {
 
 constexpr std::size_t kFields = 4;  // payload fields of a stream: data, user, keep, last
-constexpr std::int64_t kNever = -1;
-
-struct Field {
-    std::uint8_t* port;
-    std::size_t bytes;
-    std::uint32_t top_mask;  // of the highest word, or of the whole value if it is narrower
-};
-
-// xorshift64*: the pauses of a stream depend on its own seed alone.
-class Pauses {
-  public:
-    void start(std::uint64_t seed, double probability) {
-        state_ = seed | 1;
-        threshold_ = static_cast<std::uint64_t>(probability * 4294967296.0);
-    }
-    bool next() {
-        if (!threshold_) return false;
-        state_ ^= state_ >> 12;
-        state_ ^= state_ << 25;
-        state_ ^= state_ >> 27;
-        return (state_ * 2685821657736338717ULL >> 32) < threshold_;
-    }
-
-  private:
-    std::uint64_t state_ = 1, threshold_ = 0;
-};
 
 // What is to be sent, or where what comes is put: one buffer per field, `count` records in each.
 struct Segment {
     std::uint64_t count;
     std::array<std::uint8_t*, kFields> fields;
-};
-
-// One bus of the design. Streams are the kinds there are; a memory behind a port is another one to derive.
-class Agent {
-  public:
-    virtual ~Agent() = default;
-    virtual void reset() = 0;                       // all signals idle, nothing offered or waiting
-    virtual void drive() = 0;                       // inputs of the cycle that begins
-    virtual bool sample(std::int64_t cycle) = 0;    // whether something was transferred
-    virtual bool busy() const = 0;                  // whether something is still to be transferred
-    virtual int fault() const { return 0; }         // 1: valid dropped, 2: payload changed, 3: no room for a transfer
-
-    std::uint64_t count = 0;  // transfers since the last mark
-    std::int64_t first = kNever, last = kNever;
-
-  protected:
-    void transferred(std::int64_t cycle) {
-        if (first == kNever) first = cycle;
-        last = cycle;
-        ++count;
-    }
 };
 
 class Stream : public Agent {
@@ -272,23 +228,33 @@ class Player {
     }
     int run(std::int64_t limit, std::int64_t idle, double seconds) {
         enter();
-        const auto begin = std::chrono::steady_clock::now();
+        const auto begin = Clock::now();
         for (unsigned steps = 1;; ++steps) {
             // Only a transfer ends a run or, as a rule, breaks a rule; a waiting payload may change without one.
             if (step() && !busy()) return fault() ? kFault : kDone;
             if (steps % 256) continue;
-            if (fault()) return kFault;
-            if (cycle >= limit) return kLimit;
-            if (cycle - last_transfer >= idle) return kIdle;
-            if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) return kSlice;
+            const int outcome = look(begin, limit, idle, seconds);
+            if (outcome != kDone) return outcome;
         }
+    }
+    // Until the lowest bit of a plain port is high.
+    int wait(const Field& port, std::int64_t limit, std::int64_t idle, double seconds) {
+        enter();
+        const auto begin = Clock::now();
+        for (unsigned steps = 1; !(*port.port & 1); ++steps) {
+            step();
+            if (steps % 256) continue;
+            const int outcome = look(begin, limit, idle, seconds);
+            if (outcome != kDone) return outcome;
+        }
+        return fault() ? kFault : kDone;
     }
     bool busy() const {
         for (auto* agent : order)
             if (agent->busy()) return true;
         return false;
     }
-    // Number of the first stream that broke a rule, plus one, and how; 0 if none did.
+    // Number of the first stream or bus that broke a rule, plus one, and how; 0 if none did.
     int fault() const {
         for (std::size_t i = 0; i < order.size(); ++i)
             if (order[i]->fault()) return static_cast<int>(i + 1) | order[i]->fault() << 16;
@@ -300,11 +266,22 @@ class Player {
     std::uint8_t* rst = nullptr;
     std::uint8_t no_reset = 0;
     std::vector<std::unique_ptr<Agent>> agents;
-    std::vector<Agent*> order;
-    std::vector<Field> plain;  // ports of no stream
+    std::vector<Agent*> order;  // streams, then memories, then registers
+    std::vector<Memory*> memories;
+    std::vector<Registers*> registers;
+    std::vector<Field> plain;  // ports of no stream and no bus
     std::int64_t cycle = 0, last_transfer = 0;
 
   private:
+    using Clock = std::chrono::steady_clock;
+
+    // Whether a run has to end, looked at now and then; kDone if not.
+    int look(Clock::time_point begin, std::int64_t limit, std::int64_t idle, double seconds) const {
+        if (fault()) return kFault;
+        if (cycle >= limit) return kLimit;
+        if (cycle - last_transfer >= idle) return kIdle;
+        return std::chrono::duration<double>(Clock::now() - begin).count() > seconds ? kSlice : kDone;
+    }
     template <class T>
     static std::uint8_t* at(T& port) {
         return reinterpret_cast<std::uint8_t*>(&port);
@@ -318,6 +295,13 @@ class Player {
     void add(std::uint8_t* valid, std::uint8_t* ready, std::vector<Field> fields) {
         agents.push_back(std::make_unique<Kind>(valid, ready, std::move(fields)));
         order.push_back(agents.back().get());
+    }
+    template <class Bus>
+    void add(std::vector<Bus*>& all, const std::vector<Field>& ports) {
+        auto bus = std::make_unique<Bus>(ports);
+        all.push_back(bus.get());
+        order.push_back(bus.get());
+        agents.push_back(std::move(bus));
     }
     void bind();
 };
@@ -380,4 +364,31 @@ KVANT_API void kvant_read(const Player* player, int port, std::uint8_t* value) {
 }
 KVANT_API void kvant_write(Player* player, int port, const std::uint8_t* value) {
     std::memcpy(player->plain[port].port, value, player->plain[port].bytes);
+}
+KVANT_API int kvant_wait(
+    Player* player, int port, std::int64_t limit, std::int64_t idle, double seconds) {
+    return player->wait(player->plain[port], limit, idle, seconds);
+}
+KVANT_API void kvant_memory(
+    Player* player, int memory, std::uint64_t base, std::uint64_t size, std::uint8_t* bytes, std::int64_t latency) {
+    player->memories[memory]->attach(base, size, bytes, latency);
+}
+KVANT_API void kvant_memory_stall(Player* player, int memory, std::uint64_t seed, double probability) {
+    player->memories[memory]->pauses.start(seed, probability);
+}
+// Words read and written since the model was opened.
+KVANT_API void kvant_memory_words(const Player* player, int memory, std::uint64_t* numbers) {
+    numbers[0] = player->memories[memory]->words_read;
+    numbers[1] = player->memories[memory]->words_written;
+}
+KVANT_API void kvant_begin_write(Player* player, int registers, std::uint64_t address, std::uint64_t value) {
+    player->registers[registers]->begin_write(address, value);
+}
+KVANT_API void kvant_begin_read(Player* player, int registers, std::uint64_t address) {
+    player->registers[registers]->begin_read(address);
+}
+// Value and response of the last access.
+KVANT_API void kvant_answer(const Player* player, int registers, std::uint64_t* numbers) {
+    numbers[0] = player->registers[registers]->value;
+    numbers[1] = player->registers[registers]->response;
 }

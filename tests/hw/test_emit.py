@@ -165,19 +165,19 @@ def test_case_34_sweep_is_clean_in_every_tool(lanes, depth, tmp_path):
 
 
 def test_case_44_two_configurations_live_in_one_design(tmp_path):
-    for name, lanes in (("small", 2), ("large", 5)):
+    for name, lanes in (("narrow", 2), ("wide", 5)):
         (tmp_path / f"{name}.sv").write_text(emit(Accumulator(lanes), name).verilog)
     (tmp_path / "both.sv").write_text(
         "module both(input clk, input rst, input [15:0] a, input [39:0] b, output c, output d);\n"
-        "  small first(.clk, .rst, .s_axis_x_tvalid(1'b1), .s_axis_x_tready(), .s_axis_x_tdata(a),\n"
+        "  narrow first(.clk, .rst, .s_axis_x_tvalid(1'b1), .s_axis_x_tready(), .s_axis_x_tdata(a),\n"
         "    .s_axis_x_tuser(4'd0), .s_axis_x_tlast(1'b1), .m_axis_y_tvalid(c), .m_axis_y_tready(1'b1),\n"
         "    .m_axis_y_tdata(), .m_axis_y_tuser(), .m_axis_y_tlast(), .packets(), .bias(8'd0));\n"
-        "  large second(.clk, .rst, .s_axis_x_tvalid(1'b1), .s_axis_x_tready(), .s_axis_x_tdata(b),\n"
+        "  wide second(.clk, .rst, .s_axis_x_tvalid(1'b1), .s_axis_x_tready(), .s_axis_x_tdata(b),\n"
         "    .s_axis_x_tuser(4'd0), .s_axis_x_tlast(1'b1), .m_axis_y_tvalid(d), .m_axis_y_tready(1'b1),\n"
         "    .m_axis_y_tdata(), .m_axis_y_tuser(), .m_axis_y_tlast(), .packets(), .bias(8'd0));\n"
         "endmodule\n"
     )
-    files = ("small.sv", "large.sv", "both.sv")
+    files = ("narrow.sv", "wide.sv", "both.sv")
     complaints = [line for line in lint(tmp_path, *files, top="both").splitlines() if line.startswith("%")]
     assert [line for line in complaints if "both.sv" not in line and "Exiting" not in line] == []
     result = yosys(tmp_path, f"read_verilog -sv {' '.join(files)}; hierarchy -check -top both; proc; check -assert")
@@ -256,12 +256,71 @@ def test_constant_valid_and_ready_have_no_port():
     assert (design.streams["x"].valid, design.streams["x"].ready) == (None, None)
 
 
-@pytest.mark.parametrize("name", ["", "1st", "a-b", "a.b", "ä", "a b"])
+@pytest.mark.parametrize("name", ["", "1st", "a-b", "a.b", "ä", "a b", "module", "logic"])
 def test_illegal_name_is_refused(name):
     component = Ram()
     component._MustUse__silence = True  # it is refused before it is elaborated
     with pytest.raises(ParameterError, match=r"name = .*: legal is a letter"):
         emit(component, name)
+
+
+class Reserved(wiring.Component):
+    """Signals, ports of a part and an instance that are called like reserved words."""
+
+    class Part(wiring.Component):
+        def __init__(self):
+            super().__init__({"begin": In(4), "case": Out(4)})
+
+        def elaborate(self, platform):
+            m = Module()
+            logic = Signal(4)
+            m.d.sync += logic.eq(self.begin + 1)
+            m.d.comb += self.case.eq(logic ^ 3)
+            return m
+
+    def __init__(self, port: str = "o"):
+        self.port = port
+        super().__init__({"a": In(4), "select": In(1), port: Out(4)})
+
+    def elaborate(self, platform):
+        m = Module()
+        m.submodules.always = part = self.Part()
+        begin = Signal(4)
+        m.d.comb += [begin.eq(self.a), part.begin.eq(begin), getattr(self, self.port).eq(part.case)]
+        with m.If(self.select):
+            m.d.comb += begin.eq(3)
+        return m
+
+
+def test_no_name_is_a_reserved_word(tmp_path):
+    design = emit(Reserved(), "reserved")
+    assert "\\" not in design.verilog  # no escaped identifier
+    (tmp_path / "reserved.sv").write_text(design.verilog)
+    assert lint(tmp_path, "reserved.sv", top="reserved") == ""
+    component = Reserved("output")
+    component._MustUse__silence = True
+    with pytest.raises(ParameterError, match="port output: legal are"):
+        emit(component, "reserved")
+
+
+class BitByBit(wiring.Component):
+    """Neighbouring bits that get one constant under a condition."""
+
+    def __init__(self):
+        super().__init__({"a": In(1), "o": Out(8)})
+
+    def elaborate(self, platform):
+        m = Module()
+        with m.If(self.a):
+            m.d.comb += [self.o[bit].eq(1) for bit in range(8)]
+        return m
+
+
+def test_only_initial_words_of_a_memory_become_a_loop(tmp_path):
+    design = emit(BitByBit(), "bits")
+    assert "for (" not in design.verilog
+    (tmp_path / "bits.sv").write_text(design.verilog)
+    assert lint(tmp_path, "bits.sv", top="bits") == ""
 
 
 class FalseLoop(wiring.Component):

@@ -278,3 +278,49 @@ def test_case_18_floor_below_zero_is_refused(cache_file):
     cache.value_floor[0, 0, 0] = -1
     packed.save(path, {}, CONFIGURATION, SOURCE, cache)
     assert "cache.value_floor: legal are finite values, in a floor of at least 0" in refusal(path)
+
+
+@pytest.fixture
+def mapped_file(cache_file):
+    """The same with maps ahead of the caches."""
+    from dataclasses import replace
+
+    path, cache = cache_file
+    maps = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed)).half() for seed in (5, 6)]
+    cache = replace(cache, key_map=maps[0], value_map=maps[1])
+    packed.save(path, {}, CONFIGURATION, SOURCE, cache)
+    return path, cache
+
+
+def test_maps_ahead_of_caches_come_back(mapped_file, cache_file):
+    path, cache = mapped_file
+    found = packed.load(path).cache
+    assert torch.equal(found.key_map, cache.key_map) and torch.equal(found.value_map, cache.value_map)
+    packed.save(path, {}, CONFIGURATION, SOURCE, cache_file[1])
+    assert packed.load(path).cache.key_map is None
+
+
+def without_value_map(planes, header):
+    planes.pop("cache.value_map")
+    header["cache"]["sha256"].pop("value_map")
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (without_value_map, "cache: key_map without the other map; legal are both or none"),
+        (lambda planes, header: planes["cache.key_map"].add_(1), "cache.key_map is damaged"),
+    ],
+)
+def test_damaged_maps_are_refused(mapped_file, change, text):
+    path, _ = mapped_file
+    rewrite(path, change)
+    assert text in refusal(path)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf])
+def test_maps_without_inverse_are_refused(mapped_file, value):
+    path, cache = mapped_file
+    cache.key_map[1, 2] = value
+    packed.save(path, {}, CONFIGURATION, SOURCE, cache)
+    assert "cache.key_map: legal are finite values that can be inverted" in refusal(path)

@@ -8,19 +8,20 @@ from kvant.golden.formats import baselines
 from kvant.golden.formats.baselines import NF4_LEVELS
 from kvant.golden.formats.mant_groups import MANT_GROUPS
 from kvant.golden.kvcache.attention import Exact, Int8Head
-from kvant.golden.kvcache.calibration import CacheCalibrator
+from kvant.golden.kvcache.calibration import Activations, CacheCalibrator
 from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheSettings
 from kvant.golden.kvcache.kvquant import TokenLevels, largest_of_tokens
 from kvant.golden.kvcache.static_integer import StaticInteger
 from kvant.golden.linear.search import quantize_weights
 from kvant.golden.pq.attention import PqAttention
-from kvant.golden.pq.calibration import Activations, CodebookCalibrator, Kind
+from kvant.golden.pq.calibration import CodebookCalibrator, Kind
 
 LAYERS, HEADS, QUERIES, TOKENS, D, GROUP, SINKS = 2, 2, 4, 40, 16, 8, 2
 KINDS = [
     "key_1x4",
     *(f"{rows}_{n}x8{shared}" for rows in ("key", "value") for n in (2, 4) for shared in ("", "_layer", "_model")),
 ]
+NAMES = [name for name, format_ in CACHE_FORMATS.items() if not format_.mapped]
 SEES_ALL = ("nvfp4",)
 """Formats with a scale of the whole tensor, which a cache would have to know ahead."""
 
@@ -59,7 +60,7 @@ def settings():
     return CacheSettings.of(tables.result(), books.result(), recent=4)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_attention_is_near_exact_and_no_position_sees_what_comes_later(settings, name):
     attention = CACHE_FORMATS[name].attention(settings)
     exact = CACHE_FORMATS["fp32"].attention(settings)
@@ -80,7 +81,7 @@ def test_attention_is_near_exact_and_no_position_sees_what_comes_later(settings,
         assert torch.equal(attention(1, *later)[:, :, : position + 1], found[:, :, : position + 1])
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", NAMES)
 def test_footprint_is_that_of_a_cache_and_ends_at_its_bits(settings, name):
     for footprint in CACHE_FORMATS[name].footprint(settings, D):
         assert 1.9 < footprint.history <= 32

@@ -1,6 +1,7 @@
 """The golden cache inside models of transformers: what their attention is given, sequence by sequence."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheSettings
+from kvant.golden.kvcache.maps import apply, inverse
 from kvant.golden.kvcache.spatial import spatial_cache
 from kvant.golden.kvcache.temporal import temporal_cache
 from kvant.golden.models.checkpoint import open_model
@@ -18,7 +20,6 @@ from kvant.golden.models.llama import Llama
 from kvant.golden.pq.cache import pq_cache
 from kvant.golden.pq.calibration import ModelCodebooks
 from kvant.golden.pq.codebook import Codebook
-from kvant.golden.pq.transform import inverse
 
 SHAPE = {
     "vocab_size": 300,
@@ -245,6 +246,26 @@ def test_crop_and_reset_leave_nothing_behind(settings):
     found = cache.update(keys[:, :, 7:12], values[:, :, 7:12], 1)
     expected = fill(GoldenCache(LLAMA, "mant_time", settings), keys, values, (6, 1, 5))
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("format", ["mant_time", "mant_head", "int8_mapped"])
+def test_maps_are_undone_behind_the_cache(settings, format):
+    """What is held is that of mapped rows, which the maps of the tables lead back from."""
+    random = torch.Generator().manual_seed(8)
+    maps = [(torch.eye(D) + 0.2 * torch.randn(2, HEADS, D, D, generator=random)).half() for _ in range(2)]
+    mapped = replace(settings, tables=replace(settings.tables, key_map=maps[0], value_map=maps[1]))
+    keys, values = rows(1, 21)
+    found = fill(GoldenCache(LLAMA, format, mapped), keys, values, (6, 15))
+    inside = [apply(a[1], x) for a, x in zip(maps, (keys, values), strict=True)]
+    plain = "int8" if format == "int8_mapped" else format
+    held = fill(GoldenCache(LLAMA, plain, settings), *inside, (6, 15))
+    for a, there, here in zip(maps, held, found, strict=True):
+        assert torch.equal(here[0], apply(inverse(a)[1], there[0]))
+    cache = GoldenCache(LLAMA, format, mapped)
+    fill(cache, keys, values, (21,))
+    expected = [each.at(21) for each in CACHE_FORMATS[format].footprint(mapped, D)]
+    cache.update(keys, values, 0)
+    assert cache.bits_per_element == sum(expected) / 2
 
 
 def test_bits_are_those_of_the_stores(settings):

@@ -1,24 +1,21 @@
 """Maps ahead of product-quantised caches: what they keep, what they weigh, how they deal out channels."""
 
-import math
-
 import pytest
 import torch
 
 from kvant.golden.kvcache.attention import to_port
-from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
-from kvant.golden.pq.calibration import Activations, CodebookCalibrator, mapped_mean
-from kvant.golden.pq.train import train_codebooks
-from kvant.golden.pq.transform import (
+from kvant.golden.kvcache.calibration import Activations
+from kvant.golden.kvcache.maps import (
     apply,
-    balanced_order,
     covariance,
     inverse,
-    output_gram,
-    score_metric,
+    mapped_mean,
     second_moments,
-    transform,
 )
+from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
+from kvant.golden.pq.calibration import CodebookCalibrator
+from kvant.golden.pq.train import train_codebooks
+from kvant.golden.pq.transform import balanced_order, transform
 
 D, HEADS, QUERIES, TOKENS = 8, 2, 4, 40
 
@@ -93,31 +90,6 @@ def test_without_costs_a_map_is_a_rotation():
     assert torch.allclose(
         same.abs().double(), torch.eye(D, dtype=torch.float64)[balanced_order(torch.zeros(D), 2)], atol=2e-3
     )
-
-
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 0), (0, 5), (3, 8), (3, TOKENS)])
-def test_the_cost_of_key_errors_is_summed_over_queries_that_meet_them_coded(sinks, recent):
-    queries, keys, values = (
-        normal(QUERIES, TOKENS, D),
-        normal(HEADS, TOKENS, D, seed=1),
-        normal(HEADS, TOKENS, D, seed=2),
-    )
-    projection = normal(12, QUERIES * D, seed=3)
-    gram = output_gram(projection, QUERIES)
-    expected = torch.zeros(HEADS, D, D, dtype=torch.float64)
-    for head in range(QUERIES):
-        part, weight = head // 2, projection[:, head * D : (head + 1) * D]
-        for t in range(TOKENS):
-            q, v = queries[head, t], values[part, : t + 1]
-            p = (keys[part, : t + 1] @ q / math.sqrt(D)).softmax(-1)
-            moved = (v - p @ v) @ weight.mT
-            coded = [j for j in range(sinks, t + 1) if t - j >= recent]
-            cost = sum(float(p[j] ** 2 * moved[j].square().sum()) for j in coded)
-            expected[part] += cost * torch.outer(q, q).double()
-    found = score_metric(queries, keys, values, gram, sinks=sinks, recent=recent)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-    if recent == TOKENS:
-        assert not found.any()
 
 
 @pytest.fixture(scope="module")
