@@ -162,4 +162,4 @@ def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def nearest(u: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The entry of an ascending f32 *table* nearest to each element (the lower one on a tie)."""
-    return table[torch.bucketize(u, (table[1:] + table[:-1]) / 2)]
+    return table[torch.bucketize(u.contiguous(), (table[1:] + table[:-1]) / 2)]
