@@ -297,7 +297,7 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
                 MANT_GROUPS,
             )
         ),
-        _along_time(baselines.INT4),
+        *(_along_time(f) for f in (baselines.INT8, baselines.INT8_ASYMMETRIC, baselines.INT4)),
         _along_time(baselines.INT4_ASYMMETRIC, "asymmetric INT4 along time, window INT8"),
         *(_along_time(f) for f in (baselines.NF4, baselines.ANT, OLIVE, MOKEY, BITMOD, baselines.MXFP4, MANT_GROUPS)),
         *(_static(bits, per_channel) for bits in (8, 4) for per_channel in (True, False)),
