@@ -128,7 +128,10 @@ def exact_olive(u: torch.Tensor) -> torch.Tensor:
 
 def test_pairs_follow_the_rule_one_by_one():
     w = gaussian(3, 1, 256) * torch.where(gaussian(4, 1, 256) > 1.8, 6.0, 1.0)
+    w[0, 40:42] = torch.tensor([30.0, -40])  # two outliers, the second is the larger
+    w[0, 42:44] = torch.tensor([-35.0, 35])  # two alike: the first stays
     stored = OLIVE.candidates(w, (1.0,))[0](w)
+    assert (stored[0, 40:44] != 0).tolist() == [False, True, True, False]
     scale = ((w.mean().abs() + 3 * w.std(correction=0)) / 7).half().float()
     expected = exact_olive((w / scale).view(-1, 2)).view(1, -1) * scale
     assert (w.abs() / scale > 9.5).any()

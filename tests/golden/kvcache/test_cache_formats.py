@@ -157,6 +157,8 @@ def test_token_levels_lie_between_extremes_of_all_heads():
     rest[1, 3] = False
     errors = [((y - x)[:, 5].square() * rest).sum() for y in (apart, found)]
     assert errors[0] < 0.1 * errors[1]  # the outlier no longer stretches the scale
+    high = TokenLevels(Int8Head(GROUP), HEADS, outliers=0.01).view(0, (x + 100).half().float()).finished
+    assert ((high - x - 100)[:, 5].square() * rest).sum() < 1.5 * errors[0]  # nor does a zero that is not there
 
 
 def test_constant_token_is_exact():
