@@ -95,12 +95,20 @@ class GroupFormat(Format):
     def candidates(self, w: torch.Tensor, factors: Sequence[float]) -> list[Approximate]:
         """Ways to store a group of matrix *w*, among which the objective chooses; on a tie the earliest."""
 
+    def store(self, groups: torch.Tensor) -> torch.Tensor:
+        """Groups f32 [..., g] as they are stored: of the full-range candidates the one with the least squared error."""
+        candidates = self.candidates(groups, (1.0,))
+        best = candidates[0](groups)
+        for approximate in candidates[1:]:
+            stored = approximate(groups)
+            better = (groups - stored).square().sum(-1) < (groups - best).square().sum(-1)
+            best = torch.where(better[..., None], stored, best)
+        return best
+
     def quantize(
         self, w, group: int = 64, *, second_moment=None, scale_factors: Sequence[float] = (1.0,), name: str = "w"
     ) -> Approximation:
-        w = as_tensor(w, name, (torch.float16, torch.bfloat16, torch.float32), 2).to(torch.float32)
-        if not torch.isfinite(w).all():
-            raise TensorError(f"{name}: NaN or infinity; legal are finite elements")
+        w = finite_matrix(w, name)
         outputs, inputs = w.shape
         size = self.group_size(group)
         candidates = self.candidates(w, scale_factors)
@@ -128,9 +136,22 @@ class GroupFormat(Format):
         return Approximation(values, self.bits(inputs, group), loss)
 
 
-def fp16_scale(absmax: torch.Tensor, factor: float, largest: float) -> torch.Tensor:
+def finite_matrix(w, name: str) -> torch.Tensor:
+    """A weight matrix as f32 [N, K], or a refusal."""
+    w = as_tensor(w, name, (torch.float16, torch.bfloat16, torch.float32), 2).to(torch.float32)
+    if not torch.isfinite(w).all():
+        raise TensorError(f"{name}: NaN or infinity; legal are finite elements")
+    return w
+
+
+def absmax(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of groups [..., g], as [..., 1]."""
+    return x.abs().amax(-1, keepdim=True)
+
+
+def fp16_scale(largest_magnitude: torch.Tensor, factor: float, largest: float) -> torch.Tensor:
     """``fp16(factor * absmax / largest)`` as f32, saturating instead of overflowing."""
-    scale = fp16(absmax.to(torch.float64) * (factor / largest))
+    scale = fp16(largest_magnitude.to(torch.float64) * (factor / largest))
     return scale.clamp(max=FP16_MAX).to(torch.float32)
 
 
@@ -141,4 +162,4 @@ def divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def nearest(u: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """The entry of an ascending f32 *table* nearest to each element (the lower one on a tie)."""
-    return table[torch.bucketize(u, (table[1:] + table[:-1]) / 2)]
+    return table[torch.bucketize(u.contiguous(), (table[1:] + table[:-1]) / 2)]

@@ -1,15 +1,11 @@
-"""The 4-bit formats M-ANT is compared with, and INT8: published levels, fp16 scales where nothing else is said."""
+"""Integers, tables of levels and block floats that M-ANT is compared with; fp16 scales where nothing else is said."""
 
 from collections.abc import Sequence
 
 import torch
 
-from kvant.golden.formats.base import Approximate, GroupFormat, divide, fp16_scale, nearest
+from kvant.golden.formats.base import Approximate, GroupFormat, absmax, divide, fp16_scale, nearest
 from kvant.golden.numeric.rounding import FP16_MAX
-
-
-def _absmax(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().amax(-1, keepdim=True)
 
 
 class IntSymmetric(GroupFormat):
@@ -29,7 +25,7 @@ class IntSymmetric(GroupFormat):
 
         def at(factor: float) -> Approximate:
             def approximate(x: torch.Tensor) -> torch.Tensor:
-                scale = fp16_scale(_absmax(x), factor, largest)
+                scale = fp16_scale(absmax(x), factor, largest)
                 return scale * divide(x, scale).round().clamp(-largest - 1, largest)
 
             return approximate
@@ -37,23 +33,27 @@ class IntSymmetric(GroupFormat):
         return [at(factor) for factor in factors]
 
 
-class Int4Asymmetric(GroupFormat):
-    """Unsigned 4-bit integers between an fp16 minimum and ``minimum + 15 s`` (as GGUF's Q4_1).
+class IntAsymmetric(GroupFormat):
+    """Unsigned integers between an fp16 minimum and ``minimum + (2^b - 1) s`` (with 4 bits, as GGUF's Q4_1).
 
     A factor below 1 shrinks both ends of the range towards 0.
     """
 
-    name = "int4_asymmetric"
-    code_bits = 4
     group_bits = 32
 
+    def __init__(self, code_bits: int):
+        self.code_bits = code_bits
+        self.name = f"int{code_bits}_asymmetric"
+
     def candidates(self, w: torch.Tensor, factors: Sequence[float]) -> list[Approximate]:
+        steps = 2**self.code_bits - 1
+
         def at(factor: float) -> Approximate:
             def approximate(x: torch.Tensor) -> torch.Tensor:
                 low, high = x.aminmax(dim=-1, keepdim=True)
                 low = (low * factor).clamp(-FP16_MAX, FP16_MAX).to(torch.float16).to(torch.float32)
-                scale = fp16_scale(high * factor - low, 1.0, 15)
-                return low + scale * divide(x - low, scale).round().clamp(0, 15)
+                scale = fp16_scale(high * factor - low, 1.0, steps)
+                return low + scale * divide(x - low, scale).round().clamp(0, steps)
 
             return approximate
 
@@ -61,7 +61,10 @@ class Int4Asymmetric(GroupFormat):
 
 
 class LevelTable(GroupFormat):
-    """One or several tables of levels, the best of which is chosen per group; ``s = fp16(absmax / largest)``."""
+    """One or several tables of ascending levels, the best of which is chosen per group.
+
+    ``s = fp16(absmax / largest)`` with the largest magnitude of the table.
+    """
 
     code_bits = 4
 
@@ -72,8 +75,10 @@ class LevelTable(GroupFormat):
 
     def candidates(self, w: torch.Tensor, factors: Sequence[float]) -> list[Approximate]:
         def at(table: torch.Tensor, factor: float) -> Approximate:
+            largest = float(table.abs().max())
+
             def approximate(x: torch.Tensor) -> torch.Tensor:
-                scale = fp16_scale(_absmax(x), factor, float(table[-1]))
+                scale = fp16_scale(absmax(x), factor, largest)
                 return scale * nearest(divide(x, scale), table)
 
             return approximate
@@ -81,7 +86,7 @@ class LevelTable(GroupFormat):
         return [at(table, factor) for table in self._tables for factor in factors]
 
 
-def _symmetric(magnitudes: Sequence[float]) -> list[float]:
+def symmetric(magnitudes: Sequence[float]) -> list[float]:
     """A table of both signs from ascending magnitudes that begin with 0."""
     return [-m for m in reversed(magnitudes[1:])] + list(magnitudes)
 
@@ -126,8 +131,7 @@ class Mxfp4(GroupFormat):
     def candidates(self, w: torch.Tensor, factors: Sequence[float]) -> list[Approximate]:
         def at(offset: int) -> Approximate:
             def approximate(x: torch.Tensor) -> torch.Tensor:
-                absmax = _absmax(x)
-                exponent = torch.frexp(absmax).exponent - 1 - 2 + offset  # frexp's mantissa is below 1
+                exponent = torch.frexp(absmax(x)).exponent - 1 - 2 + offset  # frexp's mantissa is below 1
                 scale = torch.exp2(exponent.clamp(-126, 127).to(torch.float32))
                 return scale * e2m1(x / scale)
 
@@ -153,7 +157,7 @@ class Nvfp4(GroupFormat):
 
         def at(factor: float) -> Approximate:
             def approximate(x: torch.Tensor) -> torch.Tensor:
-                wanted = factor * _absmax(x) / (E2M1_LARGEST * tensor_scale)
+                wanted = factor * absmax(x) / (E2M1_LARGEST * tensor_scale)
                 scale = wanted.clamp(max=448.0).to(torch.float8_e4m3fn).to(torch.float32) * tensor_scale
                 return scale * e2m1(divide(x, scale))
 
@@ -163,9 +167,13 @@ class Nvfp4(GroupFormat):
 
 
 INT4 = IntSymmetric(4)
-INT4_ASYMMETRIC = Int4Asymmetric()
+INT2_ASYMMETRIC = IntAsymmetric(2)
+INT4_ASYMMETRIC = IntAsymmetric(4)
 INT8 = IntSymmetric(8)
+INT8_ASYMMETRIC = IntAsymmetric(8)
 NF4 = LevelTable("nf4", [NF4_LEVELS])
-ANT = LevelTable("ant", [_symmetric(magnitudes) for magnitudes in ANT_MAGNITUDES.values()])
+ANT = LevelTable("ant", [symmetric(magnitudes) for magnitudes in ANT_MAGNITUDES.values()])
+POT4 = LevelTable("pot4", [symmetric(ANT_MAGNITUDES["pot"])])
+FLINT4 = LevelTable("flint4", [symmetric(ANT_MAGNITUDES["flint"])])
 MXFP4 = Mxfp4()
 NVFP4 = Nvfp4()

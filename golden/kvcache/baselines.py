@@ -54,7 +54,7 @@ class GroupedStore(Store):
 
     def _stored(self, groups: torch.Tensor) -> torch.Tensor:
         """Groups [..., G] as the format holds them; a short last one was filled up with zeros."""
-        return self.format.candidates(groups, (1.0,))[0](groups) if groups.numel() else groups
+        return self.format.store(groups) if groups.numel() else groups
 
     def footprint(self, head_dim: int) -> Footprint:
         bits = self.format.bits(self.window if self.along_time else head_dim, self.group)

@@ -9,13 +9,20 @@ import torch
 from kvant.golden.errors import TensorError
 from kvant.golden.formats import baselines
 from kvant.golden.formats.base import GroupFormat
+from kvant.golden.formats.bitmod import BITMOD
+from kvant.golden.formats.mant_groups import MANT_GROUPS
+from kvant.golden.formats.mokey import MOKEY
+from kvant.golden.formats.olive import OLIVE
 from kvant.golden.kvcache.attention import CachedAttention, Exact, Footprint, Int8Head, MantHead, MantTime, Store
 from kvant.golden.kvcache.baselines import GroupedStore
 from kvant.golden.kvcache.calibration import KINDS, CacheTables
 from kvant.golden.kvcache.integer import IntegerAttention
+from kvant.golden.kvcache.kvquant import KeyLevels, TokenLevels
 from kvant.golden.kvcache.maps import MAP_BITS, MappedAttention
+from kvant.golden.kvcache.static_integer import StaticInteger
+from kvant.golden.numeric.tensors import group_count
 from kvant.golden.pq.attention import FloatPqAttention, Pq, PqAttention
-from kvant.golden.pq.calibration import ModelCodebooks
+from kvant.golden.pq.calibration import Kind, ModelCodebooks
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class CacheFormat:
     integer : bool
         Attention runs in the integer chain, else in float32 over the values that the cache holds.
     codebooks : tuple of str
-        Kinds of codebooks needed, of keys and of values; then attention is that of product quantisation.
+        Kinds of codebooks needed. Where keys or values are product-quantised, attention is theirs.
     mapped : bool
         Only behind the maps of the tables. (A calibrated format is behind them whenever there are any.)
     """
@@ -141,7 +148,7 @@ class CacheFormat:
     def attention(self, settings: CacheSettings) -> CachedAttention | IntegerAttention | PqAttention | FloatPqAttention:
         """The attention strategy of a model with this cache."""
         keys, values = self.stores(settings)
-        if self.codebooks:
+        if isinstance(keys, Pq) or isinstance(values, Pq):
             return PqAttention(keys, values) if self.integer else FloatPqAttention(keys, values)
         attention = IntegerAttention(keys, values) if self.integer else CachedAttention(keys, values)
         maps = self.maps(settings)
@@ -182,7 +189,15 @@ def _mant(name: str, description: str, keys: str, values: str, *, integer: bool 
 
 def pq_store(books: ModelCodebooks, kind: str, group: int, sinks: int, recent: int) -> Pq:
     """The product-quantised store of a kind, behind its map if it has one."""
-    return Pq(books.layers(kind), group, books.mean(kind), sinks, recent, books.transforms.get(kind))
+    return Pq(
+        books.layers(kind),
+        group,
+        books.mean(kind),
+        sinks,
+        recent,
+        books.transforms.get(kind),
+        Kind.of(kind).sharing(*books.key_mean.shape[:2]),
+    )
 
 
 def _pq(name: str, description: str, keys: str, values: str, *, integer: bool = True) -> CacheFormat:
@@ -208,16 +223,54 @@ def _along_head(format_: GroupFormat) -> CacheFormat:
     return CacheFormat(format_.name, f"{format_.name}, groups along the head", stores)
 
 
-def _int4_time(settings: CacheSettings) -> Pair:
-    fresh = Int8Head(settings.group)
-    store = GroupedStore(baselines.INT4_ASYMMETRIC, settings.group, True, fresh, settings.sinks, settings.group)
-    return store, store
+def _time_store(format_: GroupFormat, settings: CacheSettings) -> GroupedStore:
+    size = format_.group_size(settings.group)
+    window = group_count(settings.group, size) * size  # whole groups, also of a format with a size of its own
+    return GroupedStore(format_, settings.group, True, Int8Head(settings.group), settings.sinks, window)
 
 
-def _kivi(settings: CacheSettings) -> Pair:
-    keys = _int4_time(settings)[0]
-    keys = replace(keys, fresh=Exact(16))
-    return keys, replace(keys, along_time=False)
+def _along_time(format_: GroupFormat, description: str | None = None) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        store = _time_store(format_, settings)
+        return store, store
+
+    return CacheFormat(f"{format_.name}_time", description or f"{format_.name}, groups along time, window INT8", stores)
+
+
+def _kivi(name: str, format_: GroupFormat) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        keys = replace(_time_store(format_, settings), fresh=Exact(16))
+        return keys, replace(keys, along_time=False)
+
+    bits = format_.code_bits
+    description = f"asymmetric INT{bits}, keys along time, values along the head, window fp16"
+    return CacheFormat(name, description, stores)
+
+
+def _static(bits: int, per_channel: bool) -> CacheFormat:
+    def stores(settings: CacheSettings) -> Pair:
+        tables = settings.calibrated()
+        # floors of keys are those of centred keys; these are not centred
+        peaks = tables.key_mean.float().abs() + tables.key_floor.float(), tables.value_floor.float()
+        fresh = Int8Head(settings.group)
+        return tuple(StaticInteger(bits, peak, per_channel, fresh, settings.sinks) for peak in peaks)
+
+    name, what = ("channel", "channel of a head") if per_channel else ("tensor", "layer")
+    return CacheFormat(f"int{bits}_{name}", f"INT{bits}, a calibrated scale per {what}", stores, calibrated=True)
+
+
+def _kvquant(name: str, description: str, outliers: float) -> CacheFormat:
+    kind = "key_1x4"
+
+    def stores(settings: CacheSettings) -> Pair:
+        books = settings.trained((kind,))
+        if kind in books.transforms:
+            raise TensorError(f"codebooks {kind!r}: trained behind a map; {name} needs those of --no-maps")
+        heads = books.key_mean.shape[1]
+        keys = KeyLevels(pq_store(books, kind, settings.group, settings.sinks, 0), heads, outliers)
+        return keys, TokenLevels(Int8Head(settings.group), heads, settings.sinks, outliers)
+
+    return CacheFormat(name, description, stores, codebooks=(kind,))
 
 
 CACHE_FORMATS: dict[str, CacheFormat] = {
@@ -231,13 +284,27 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
             for format_ in (
                 baselines.INT4,
                 baselines.INT4_ASYMMETRIC,
+                baselines.INT8_ASYMMETRIC,
                 baselines.NF4,
+                baselines.ANT,
+                baselines.POT4,
+                baselines.FLINT4,
+                OLIVE,
+                MOKEY,
+                BITMOD,
                 baselines.MXFP4,
                 baselines.NVFP4,
+                MANT_GROUPS,
             )
         ),
-        CacheFormat("int4_asymmetric_time", "asymmetric INT4 along time, window INT8", _int4_time),
-        CacheFormat("kivi", "asymmetric INT4, keys along time, values along the head, window fp16", _kivi),
+        *(_along_time(f) for f in (baselines.INT8, baselines.INT8_ASYMMETRIC, baselines.INT4)),
+        _along_time(baselines.INT4_ASYMMETRIC, "asymmetric INT4 along time, window INT8"),
+        *(_along_time(f) for f in (baselines.NF4, baselines.ANT, OLIVE, MOKEY, BITMOD, baselines.MXFP4, MANT_GROUPS)),
+        *(_static(bits, per_channel) for bits in (8, 4) for per_channel in (True, False)),
+        _kivi("kivi", baselines.INT4_ASYMMETRIC),
+        _kivi("kivi2", baselines.INT2_ASYMMETRIC),
+        _kvquant("kvquant", "KVQuant, levels per channel of keys, NF4 per token of values", 0.0),
+        _kvquant("kvquant_outliers", "the same, 1 % of a token's elements in fp16", 0.01),
         _mant("mant_head", "M-ANT, keys along the head, values along time", "key_head", "value_time"),
         _mant("mant_time", "M-ANT along time, keys with offset and one coefficient", "key_time", "value_time"),
         _mant("mant_time_offset", "the same options for values too", "key_time", "value_time_offset"),
@@ -245,6 +312,8 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
         _pq("pq4", "product-quantised, 2 dimensions x 8 bits", "key_2x8", "value_2x8"),
         _pq("pq4_2", "product-quantised, keys 2 x 8 bits, values 4 x 8", "key_2x8", "value_4x8"),
         _pq("pq2", "product-quantised, 4 dimensions x 8 bits", "key_4x8", "value_4x8"),
+        _pq("pq4_layer", "pq4, one codebook per layer", "key_2x8_layer", "value_2x8_layer"),
+        _pq("pq4_model", "pq4, one codebook of keys and one of values", "key_2x8_model", "value_2x8_model"),
         _pq("pq4_float", "pq4 with a float32 softmax", "key_2x8", "value_2x8", integer=False),
         _pq("pq4_2_float", "pq4_2 with a float32 softmax", "key_2x8", "value_4x8", integer=False),
         _pq("pq2_float", "pq2 with a float32 softmax", "key_4x8", "value_4x8", integer=False),

@@ -218,9 +218,18 @@ class Losses:
         return mean, math.sqrt(variance)
 
 
+def reference_states(reference: Llama, window: Window) -> torch.Tensor:
+    """Last hidden states f32 [counted, hidden] of the positions that predict the counted tokens."""
+    return reference.hidden(window.tokens[None])[0, window.first - 1 : len(window.tokens) - 1]
+
+
 @torch.no_grad()
 def window_losses(
-    reference: Llama, models: Mapping[str, Llama], window: Window, step: Callable[[], None] = lambda: None
+    reference: Llama,
+    models: Mapping[str, Llama],
+    window: Window,
+    step: Callable[[], None] = lambda: None,
+    expected_states: torch.Tensor | None = None,
 ) -> dict[str, Losses]:
     """Losses of several models on one window, beside a reference whose distributions are made once.
 
@@ -233,6 +242,8 @@ def window_losses(
     window : Window
     step : callable
         Called when a model has been run.
+    expected_states : f32 [counted, hidden], optional
+        The reference's `reference_states` of the window, where they are known already.
 
     Raises
     ------
@@ -240,7 +251,8 @@ def window_losses(
         A loss that is not finite, with the model's name.
     """
     tokens, positions = window.tokens[None], slice(window.first - 1, len(window.tokens) - 1)
-    expected_states = reference.hidden(tokens)[0, positions]
+    if expected_states is None:
+        expected_states = reference_states(reference, window)
     states = {}
     for name, model in models.items():
         states[name] = expected_states if model is reference else model.hidden(tokens)[0, positions]

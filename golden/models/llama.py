@@ -66,12 +66,31 @@ class Llama:
         self.config = checkpoint.config
         self.attention = attention
         self.checkpoint = checkpoint
-        self._replacements = dict(replacements or {})
+        self._replacements = self._checked(replacements or {})
         self._kept: dict[str, torch.Tensor] = {}
-        for name, value in self._replacements.items():
-            if name not in checkpoint.tensors or tuple(value.shape) != checkpoint.tensors[name].shape:
-                raise ModelError(f"{name}: shape {tuple(value.shape)} replaces no tensor of {checkpoint.path.name}")
+        self._inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._frequencies = self.config.inverse_frequencies()
+
+    def _checked(self, replacements: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, value in replacements.items():
+            tensors = self.checkpoint.tensors
+            if name not in tensors or tuple(value.shape) != tensors[name].shape:
+                raise ModelError(
+                    f"{name}: shape {tuple(value.shape)} replaces no tensor of {self.checkpoint.path.name}"
+                )
+        return dict(replacements)
+
+    def replacing(self, replacements: Mapping[str, torch.Tensor]) -> "Llama":
+        """The same model, all other weights shared, with these replacements and no others."""
+        other = copy.copy(self)
+        other._replacements = self._checked(replacements)
+        return other
+
+    def rounding(self, inputs: Callable[[torch.Tensor], torch.Tensor]) -> "Llama":
+        """The same model with something done to the inputs of the decoder layers' linear layers."""
+        other = copy.copy(self)
+        other._inputs = inputs
+        return other
 
     def attending(self, attention: Attention) -> "Llama":
         """The same model, its weights shared, with another attention."""
@@ -90,6 +109,8 @@ class Llama:
     def _linear(self, name: str, x: torch.Tensor, observe: Observer | None) -> torch.Tensor:
         if observe is not None:
             observe(f"{name}.weight", x)
+        if self._inputs is not None and name.startswith("model.layers."):
+            x = self._inputs(x)
         bias = self.weight(f"{name}.bias") if f"{name}.bias" in self.checkpoint.tensors else None
         return functional.linear(x, self.weight(f"{name}.weight"), bias)
 

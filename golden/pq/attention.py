@@ -72,6 +72,8 @@ class Pq(Store):
     transform : f16 [L, H, d, d], optional
         Map A that rows take before anything else, applied by the host: what the store holds and gives is ``A x``.
         `meet` and `leave` are the maps of the queries and of the outputs that belong to it.
+    sharing : int
+        Heads, of one or several layers, that have one codebook in common.
     """
 
     codebooks: tuple[Codebook, ...]
@@ -80,6 +82,7 @@ class Pq(Store):
     sinks: int = 0
     recent: int = 0
     transform: torch.Tensor | None = None
+    sharing: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "_inverse", None if self.transform is None else inverse(self.transform))
@@ -118,7 +121,7 @@ class Pq(Store):
     def footprint(self, head_dim: int) -> Footprint:
         fresh = 8 + 16 * math.ceil(head_dim / self.group) / head_dim
         partition = self.codebooks[0].partition
-        once = 8 * partition.codebook_bytes / head_dim
+        once = 8 * partition.codebook_bytes / head_dim / self.sharing
         if self.transform is not None:
             once += MAP_BITS * head_dim
         return Footprint(partition.bits_per_element, fresh, fresh, 1, self.sinks, sequence=once, recent=self.recent)

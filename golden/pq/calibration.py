@@ -13,13 +13,15 @@ from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import to_port
 from kvant.golden.kvcache.calibration import Activations
 from kvant.golden.kvcache.maps import apply, covariance, mapped_mean, output_gram, score_metric, second_moments
-from kvant.golden.kvcache.rows import check_sinks
+from kvant.golden.kvcache.rows import centred, check_sinks
 from kvant.golden.linear.threads import independent_threads
 from kvant.golden.numeric.rounding import fp16
 from kvant.golden.pq.cache import check_recent
 from kvant.golden.pq.codebook import Codebook, Partition
 from kvant.golden.pq.train import check_finite, train_codebooks
 from kvant.golden.pq.transform import transform
+
+_MODEL_SAMPLES = 4096  # tokens of a layer that the codebook of a whole model is trained with
 
 ROWS = ("key", "value")
 """What codebooks are of."""
@@ -37,30 +39,40 @@ class Kind:
         Dimensions of a sub-space.
     nbits : int
         Bits of a code.
+    shared : str
+        What has one codebook: a ``head``, all heads of a ``layer``, or of the ``model``.
     """
 
     rows: str
     subspace: int
     nbits: int
+    shared: str = "head"
 
     @classmethod
     def of(cls, name: str) -> "Kind":
-        """The kind called ``key_2x8``, dimensions times bits.
+        """The kind called ``key_2x8``, dimensions times bits; ``key_2x8_layer`` and ``key_2x8_model`` are shared.
 
         Raises
         ------
         TensorError
             For another name.
         """
-        found = re.fullmatch(r"(key|value)_([1248])x([4-8])", name)
+        found = re.fullmatch(r"(key|value)_([1248])x([4-8])(?:_(layer|model))?", name)
         if found is None:
-            raise TensorError(f"codebooks {name!r}: legal is key_ or value_, then dimensions x bits, as in key_2x8")
-        return cls(found[1], int(found[2]), int(found[3]))
+            raise TensorError(
+                f"codebooks {name!r}: legal is key_ or value_, then dimensions x bits, as in key_2x8, then nothing, "
+                "_layer or _model"
+            )
+        return cls(found[1], int(found[2]), int(found[3]), found[4] or "head")
 
     @property
     def name(self) -> str:
         """As `of` takes it."""
-        return f"{self.rows}_{self.subspace}x{self.nbits}"
+        return f"{self.rows}_{self.subspace}x{self.nbits}" + ("" if self.shared == "head" else f"_{self.shared}")
+
+    def sharing(self, layers: int, heads: int) -> int:
+        """Heads of a model that have one codebook in common."""
+        return {"head": 1, "layer": heads, "model": layers * heads}[self.shared]
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,7 @@ class CodebookCalibrator:
     sinks : int
         First tokens of every window that are left out, as they will be INT8 sinks.
     maps : bool
-        Find maps ahead of the codebooks; else vectors are coded as they are.
+        Find maps ahead of the codebooks of heads; else, and ahead of shared ones, vectors are coded as they are.
     recent : int
         Newest tokens that queries are taken to meet as INT8 rows, where errors of keys are weighed for the maps.
     output : callable, optional
@@ -141,11 +153,14 @@ class CodebookCalibrator:
         if not self._kinds:
             raise TensorError("codebooks: no kind; legal is one or more, as in key_2x8")
         self._sinks, self._recent = check_sinks(sinks), check_recent(recent)
-        self._maps, self._output = maps, output
+        self._output = output
+        self._mapped = [kind for kind in self._kinds if maps and kind.shared == "head"]
         self._options = {"seed": seed, "iterations": iterations, "most_samples": most_samples}
         self._means: list[torch.Tensor] = []
         self._books: dict[str, list[Codebook]] = {kind.name: [] for kind in self._kinds}
-        self._transforms: dict[str, list[torch.Tensor]] = {kind.name: [] for kind in self._kinds if maps}
+        self._transforms: dict[str, list[torch.Tensor]] = {kind.name: [] for kind in self._mapped}
+        # what the codebook of a whole model is trained with, by name of the kind and layer: f16 [H, N, d]
+        self._samples: dict[str, list[torch.Tensor]] = {kind.name: [] for kind in self._kinds if kind.shared == "model"}
 
     @staticmethod
     def observer() -> Activations:
@@ -178,17 +193,21 @@ class CodebookCalibrator:
             check_finite(x, f"layer {layer} {part}s")
         mean = fp16(keys.mean(-2, dtype=torch.float64))
         self._means.append(mean)
-        found = self._find_maps(layer, observers, rows) if self._maps else {}
+        found = self._find_maps(layer, observers, rows) if self._mapped else {}
         for kind in self._kinds:
             x, matrix = rows[kind.rows], found.get(kind.name)
             centre = mapped_mean(mean, matrix) if kind.rows == "key" else None
             if matrix is not None:
                 x = to_port(apply(matrix, x))
                 self._transforms[kind.name].append(matrix)
-            name = f"layer {layer} {kind.rows}s"
-            self._books[kind.name].append(
-                train_codebooks(x, subspace=kind.subspace, nbits=kind.nbits, mean=centre, name=name, **self._options)
-            )
+            if kind.shared == "model":
+                some = torch.randperm(x.shape[-2], generator=torch.Generator().manual_seed(layer))[:_MODEL_SAMPLES]
+                self._samples[kind.name].append(centred(x[:, some], None if centre is None else centre[:, None]))
+                continue
+            shared = kind.shared == "layer"
+            options = self._options | {"subspace": kind.subspace, "nbits": kind.nbits, "shared": shared}
+            book = train_codebooks(x, mean=centre, name=f"layer {layer} {kind.rows}s", **options)
+            self._books[kind.name].append(_everywhere(book, x.shape[0]) if shared else book)
 
     def _find_maps(
         self, layer: int, observers: list[Activations], rows: dict[str, torch.Tensor]
@@ -196,7 +215,7 @@ class CodebookCalibrator:
         """Maps f16 [H, d, d] of the layer by name of the kind."""
         kv_heads, heads = rows["key"].shape[0], observers[0].queries.shape[0]
         gram = None if self._output is None else output_gram(self._output(layer), heads)
-        wanted = {kind.rows for kind in self._kinds}
+        wanted = {kind.rows for kind in self._mapped}
 
         def cost(observer: Activations) -> torch.Tensor:
             window = observer.queries, observer.keys, observer.values
@@ -216,18 +235,29 @@ class CodebookCalibrator:
                 metrics["key"] = sum(run(cost, observers))
                 energies = sum(run(lambda o: second_moments(o.queries, kv_heads), observers)) / len(observers)
             spreads = {part: torch.stack(run(covariance, rows[part])) for part in wanted}
-            jobs = [(kind, head) for kind in self._kinds for head in range(kv_heads)]
+            jobs = [(kind, head) for kind in self._mapped for head in range(kv_heads)]
             matrices = run(one, jobs)
         return {
             kind.name: torch.stack(matrices[number * kv_heads : (number + 1) * kv_heads])
-            for number, kind in enumerate(self._kinds)
+            for number, kind in enumerate(self._mapped)
         }
 
     def result(self) -> ModelCodebooks:
         """Codebooks of the layers added so far."""
+        for kind in self._kinds:
+            if kind.shared == "model":
+                samples = self._samples[kind.name]
+                options = self._options | {"subspace": kind.subspace, "nbits": kind.nbits, "shared": True}
+                book = train_codebooks(torch.cat(samples)[None], name=f"{kind.rows}s of all layers", **options)
+                self._books[kind.name] = [_everywhere(book.at(0), samples[0].shape[0])] * len(samples)
         books = {
             name: Codebook(torch.stack([b.entries for b in layers]), torch.stack([b.scale for b in layers]))
             for name, layers in self._books.items()
         }
         transforms = {name: torch.stack(layers) for name, layers in self._transforms.items()}
         return ModelCodebooks(self._sinks, torch.stack(self._means), books, transforms)
+
+
+def _everywhere(book: Codebook, heads: int) -> Codebook:
+    """One codebook as that of every head."""
+    return Codebook(book.entries.expand(heads, *book.entries.shape), book.scale.expand(heads))

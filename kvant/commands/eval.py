@@ -17,15 +17,26 @@ from kvant.errors import InputError
 
 if TYPE_CHECKING:
     from kvant import packed
+    from kvant.golden.kvcache.calibration import CacheTables
     from kvant.golden.kvcache.formats import CacheSettings
     from kvant.golden.models.checkpoint import Checkpoint
     from kvant.golden.models.evaluate import Losses, Window
+    from kvant.golden.pq.calibration import ModelCodebooks
 
 DEFAULT_FORMATS = ("fp32", "int8", "int4_asymmetric", "int4_asymmetric_time", "kivi")
 """Formats compared where none are named."""
 
 CALIBRATED_FORMATS = ("mant_head", "mant_time", "mant_time_integer")
 """Further ones where there are tables."""
+
+PAPERS_FORMATS = (
+    "fp32", "int8", "int4", "int4_asymmetric", "nf4", "ant", "olive", "bitmod", "mxfp4", "nvfp4", "mant_search",
+    "int4_asymmetric_time", "kivi",
+)  # fmt: skip
+"""Caches of `--preset papers` that need no calibration; calibrated and trained ones join as by default."""
+
+QUICK_WINDOW = 256
+"""Tokens of the window of `--quick`."""
 
 WINDOW = 512
 """Tokens of a window of text."""
@@ -111,57 +122,106 @@ def evaluate(
     weights: Annotated[
         Path | None, typer.Option(help="Quantised weights that all formats are measured with, the reference is not.")
     ] = None,
+    weight_formats: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Number formats of weights, or 'list'.", show_default="none")
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(metavar="int8", help="Inputs of linear layers under the weight formats.", show_default="float32"),
+    ] = None,
+    scale_search: Annotated[
+        bool, typer.Option(help="Weight formats search their scales: full range and 5, 10, 15, 20 % below it.")
+    ] = False,
+    preset: Annotated[
+        str | None, typer.Option(metavar="papers", help="Formats of weights and caches that the two papers compare.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help=f"One window of {QUICK_WINDOW} tokens, unless said otherwise.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the table here too: .csv, .md or .json.")
     ] = None,
 ) -> None:
-    """Compare cache formats in MODEL: perplexity, loss above the unquantised model, and KL from it, over windows.
+    """Compare cache formats in MODEL, or formats of weights, over windows of a text.
+
+    Measured are perplexity, the loss above the unquantised model, and the KL divergence from it.
 
     With -o, an interrupted run continues where it stopped when started again with the same options.
     """
-    from kvant import packed
-    from kvant.golden.kvcache.formats import CACHE_FORMATS, CacheSettings
+    from kvant import eval_weights, packed
+    from kvant.golden.kvcache.formats import CacheSettings
     from kvant.golden.models.checkpoint import open_model
 
-    if formats == "list":
-        width = max(map(len, CACHE_FORMATS)) + 2
-        for name, format_ in CACHE_FORMATS.items():
-            needs = " (needs --tables)" if format_.calibrated else ""
-            if format_.codebooks:
-                needs = f" (needs --tables with codebooks {','.join(format_.codebooks)})"
-            typer.echo(f"{name:{width}}{format_.description}{needs}")
+    if "list" in (formats, weight_formats):
+        typer.echo(_listed() if formats == "list" else "\n".join(eval_weights.names()))
         return
     _check_output(output)
+    if preset is not None and preset != "papers":
+        raise InputError(f"--preset {preset!r}: legal is papers")
+    weighed = eval_weights.chosen(weight_formats, activations, preset)
     if (text is None) == (token_windows is None):
         raise InputError("--text, --token-windows: legal is one of them")
     checkpoint = open_model(model)
     found = packed.load_for(checkpoint, tables, "--tables")
-    cache, codebooks = (None, None) if found is None else (found.cache, found.codebooks)
-    if found is not None and cache is None and codebooks is None:
-        raise InputError(f"--tables {tables}: holds no tables of caches; `kvant quantize --calibrate TEXT` fits them")
+    cache, codebooks = _of_caches(found, tables)
     settings = CacheSettings.of(cache, codebooks, group=group, sinks=sinks, prefill=prefill or None, recent=recent)
-    names = _format_names(formats, settings)
-    length = window or min(WINDOW, checkpoint.config.context)
-    pieces = _windows(checkpoint, text, token_windows, length, stride, bos)[:windows]
-    longest = max(len(piece.tokens) for piece in pieces)
-    if longest > checkpoint.config.context:
-        raise InputError(f"window of {longest} tokens: legal is up to {checkpoint.config.context}, the model's context")
+    only_weights = formats is None and preset is None and weighed
+    names = [] if only_weights else _format_names(formats, settings, PAPERS_FORMATS if preset else DEFAULT_FORMATS)
+    length = window or min(QUICK_WINDOW if quick else WINDOW, checkpoint.config.context)
+    pieces = _windows(checkpoint, text, token_windows, length, stride, bos)[: windows or (1 if quick else None)]
+    longest = _longest(pieces, checkpoint.config.context)
     quantised = packed.load_for(checkpoint, weights, "--weights")
     begin = "no BOS, first token of a window not predicted" if bos is None else f"BOS {bos}"
     typer.echo(
         f"protocol: {len(pieces)} windows of up to {longest} tokens, stride {stride or 'a window'}, {begin}, "
         f"{sum(piece.counted for piece in pieces)} tokens counted, float32"
     )
-    first_call = "all of a window" if settings.prefill is None else f"{settings.prefill} token(s)"
-    window_kept = f", product-quantised ones with {recent} recent" if any(_codebooks_of(names)) else ""
-    typer.echo(f"caches: groups of {settings.group}, {settings.sinks} sinks, first call {first_call}{window_kept}")
-    if found is not None:
-        typer.echo(_described_tables(tables, found, longest))
-    losses = _losses(checkpoint, pieces, names, settings, quantised, output)
-    rows = [_row(name, settings, checkpoint, longest, losses[name]) for name in names]
+    rows = []
+    if names:
+        first_call = "all of a window" if settings.prefill is None else f"{settings.prefill} token(s)"
+        window_kept = f", product-quantised ones with {recent} recent" if any(_codebooks_of(names)) else ""
+        typer.echo(f"caches: groups of {settings.group}, {settings.sinks} sinks, first call {first_call}{window_kept}")
+        if found is not None:
+            typer.echo(_described_tables(tables, found, longest))
+        losses = _losses(checkpoint, pieces, names, settings, quantised, output)
+        rows = [_row(name, settings, checkpoint, longest, losses[name]) for name in names]
+    if weighed:
+        setting = eval_weights.Setting(settings.group, activations == "int8", scale_search)
+        typer.echo(f"weights: {setting.described}")
+        rows += eval_weights.rows(checkpoint, pieces, weighed, setting, output)
     typer.echo(markdown(rows))
     if output is not None:
         _write(output, rows)
+
+
+def _listed() -> str:
+    """All cache formats, what they are and what they need."""
+    from kvant.golden.kvcache.formats import CACHE_FORMATS
+
+    width, lines = max(map(len, CACHE_FORMATS)) + 2, []
+    for name, format_ in CACHE_FORMATS.items():
+        needs = " (needs --tables)" if format_.calibrated else ""
+        if format_.codebooks:
+            needs = f" (needs --tables with codebooks {','.join(format_.codebooks)})"
+        lines.append(f"{name:{width}}{format_.description}{needs}")
+    return "\n".join(lines)
+
+
+def _of_caches(
+    found: "packed.PackedModel | None", tables: Path | None
+) -> "tuple[CacheTables | None, ModelCodebooks | None]":
+    """What a file of tables holds for caches."""
+    if found is None:
+        return None, None
+    if found.cache is None and found.codebooks is None:
+        raise InputError(f"--tables {tables}: holds no tables of caches; `kvant quantize --calibrate TEXT` fits them")
+    return found.cache, found.codebooks
+
+
+def _longest(pieces: "Sequence[Window]", context: int) -> int:
+    """Tokens of the longest window, within the model's context."""
+    longest = max(len(piece.tokens) for piece in pieces)
+    if longest > context:
+        raise InputError(f"window of {longest} tokens: legal is up to {context}, the model's context")
+    return longest
 
 
 def _check_output(output: Path | None) -> None:
@@ -175,7 +235,7 @@ def _check_output(output: Path | None) -> None:
     check_target(output)
 
 
-def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:
+def _format_names(formats: str | None, settings: "CacheSettings", default: Sequence[str]) -> list[str]:
     from kvant.golden.errors import TensorError
     from kvant.golden.kvcache.formats import CACHE_FORMATS
 
@@ -186,7 +246,7 @@ def _format_names(formats: str | None, settings: "CacheSettings") -> list[str]:
             for name, f in CACHE_FORMATS.items()
             if f.codebooks and f.integer and all(kind in trained for kind in f.codebooks)
         ]
-        return [*DEFAULT_FORMATS, *(CALIBRATED_FORMATS if settings.tables else ()), *coded]
+        return [*default, *(CALIBRATED_FORMATS if settings.tables else ()), *coded]
     names = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in names:
         if name not in CACHE_FORMATS:
@@ -286,7 +346,7 @@ def _losses(
     models = {name: base.attending(CACHE_FORMATS[name].attention(settings)) for name in names}
     if "fp32" in models:
         models["fp32"] = base
-    finished = _Finished(output, _job(checkpoint, pieces, names, settings, quantised))
+    finished = Finished(output, _job(checkpoint, pieces, names, settings, quantised))
     columns = (TextColumn("{task.description:9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -337,12 +397,23 @@ def _job(checkpoint, pieces, names, settings: "CacheSettings", quantised) -> str
     return state.hexdigest()
 
 
-class _Finished:
-    """Windows that are done, one JSON line each, beside the output file; of another job they are forgotten."""
+class Finished:
+    """Windows that are done, one JSON line each, beside the output file; of another job they are forgotten.
 
-    def __init__(self, output: Path | None, job: str):
-        self.path = None if output is None else output.with_name(output.name + ".partial")
-        self._known: dict[int, dict[str, Losses]] = {}
+    Parameters
+    ----------
+    output : Path, optional
+        Without one, nothing is kept.
+    job : str
+        Digest of everything the figures depend on.
+    part : str
+        Tells several jobs with one output file apart.
+    """
+
+    def __init__(self, output: Path | None, job: str, part: str = ""):
+        self.path = None if output is None else output.with_name(f"{output.name}{part}.partial")
+        self._known: dict[int | str, dict[str, Losses]] = {}
+        self._bits: dict[int | str, float] = {}
         self._lock = threading.Lock()
         if self.path is None:
             return
@@ -358,19 +429,25 @@ class _Finished:
         try:
             entry = json.loads(line)
             self._known[entry["window"]] = {name: Losses(**sums) for name, sums in entry["losses"].items()}
+            self._bits[entry["window"]] = entry.get("bits", 0.0)
         except (ValueError, KeyError, TypeError):
             return False
         return True
 
-    def get(self, number: int) -> "dict[str, Losses] | None":
-        """Losses of a window, if it is done."""
-        return self._known.get(number)
+    def get(self, key: int | str) -> "dict[str, Losses] | None":
+        """Losses of a window, or of a format over all of them, if it is done."""
+        return self._known.get(key)
 
-    def keep(self, number: int, losses: "dict[str, Losses]") -> None:
-        """A window is done."""
+    def bits(self, key: int | str) -> float:
+        """What was kept as the bits of something that is done."""
+        return self._bits[key]
+
+    def keep(self, key: int | str, losses: "dict[str, Losses]", bits: float = 0.0) -> None:
+        """A window, or a format, is done."""
         if self.path is None:
             return
-        line = json.dumps({"window": number, "losses": {name: asdict(sums) for name, sums in losses.items()}})
+        sums = {name: asdict(each) for name, each in losses.items()}
+        line = json.dumps({"window": key, "losses": sums, "bits": bits})
         with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -17,7 +17,9 @@ from kvant.sim.words import pack_words, struct_word
 
 STATUS = ("nonfinite", "error", "busy", "busy_cycles")
 FP16_BITS = 16
-_KEY_FORMATS = {MantKeys: KeyFormat.MANT, Int8Rows: KeyFormat.INT8, TimeKeys: KeyFormat.MANT_TIME}
+KEY_FORMATS = {MantKeys: KeyFormat.MANT, Int8Rows: KeyFormat.INT8, TimeKeys: KeyFormat.MANT_TIME}
+"""What a command calls the keys of a cache."""
+
 FP16_NAN = 0x7E00
 
 
@@ -72,7 +74,7 @@ def stimulus(p: AttentionParameters, attends: Sequence[Attend]) -> Stimulus:
                     "queries": len(attend.queries),
                     "tokens": contents.tokens,
                     "sinks": contents.sinks,
-                    "key_format": _KEY_FORMATS[type(contents.keys)].value,
+                    "key_format": KEY_FORMATS[type(contents.keys)].value,
                     "int8_values": isinstance(contents.values, Int8Rows),
                     "head": attend.head,
                 },

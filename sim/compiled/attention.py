@@ -12,6 +12,7 @@ from kvant.hw.attention.engine import AttentionEngine, attention_command, query_
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.kvcache.parameters import CacheParameters, ceil_div
 from kvant.sim.attention.contents import Contents, Int8Rows, key_bytes, value_bytes, value_rows
+from kvant.sim.attention.engine import KEY_FORMATS
 from kvant.sim.compiled.build import Progress
 from kvant.sim.compiled.caches import CompiledKeys, CompiledRows, CompiledValues, check_error, span
 from kvant.sim.compiled.model import CompiledModel, records
@@ -89,7 +90,7 @@ class CompiledEngine:
             "queries": queries,
             "tokens": held.tokens,
             "sinks": held.sinks,
-            "int8_keys": int(isinstance(held.keys, Int8Rows)),
+            "key_format": KEY_FORMATS[type(held.keys)].value,
             "int8_values": int(isinstance(held.values, Int8Rows)),
             "head": head,
         }
