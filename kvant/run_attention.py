@@ -1,7 +1,7 @@
 """Attention of a decoding model: which caches have an engine in the RTL, what it is built of, and its golden model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvant.errors import InputError
@@ -46,12 +46,15 @@ class AttentionPlan:
         Makes the golden model's attention, anew at every call: that of the engine where there is one.
     rtl : callable or None
         Makes that of the RTL; takes the options of `kvant.sim.compiled.model.CompiledModel`.
+    mapped : bool
+        Keys, queries, values and outputs pass through maps on the host.
     """
 
     name: str
     built: str
     golden: "Callable[[], AttentionBackend]"
     rtl: "Callable[..., AttentionBackend] | None" = None
+    mapped: bool = False
 
 
 def plan_attention(
@@ -79,11 +82,24 @@ def plan_attention(
         attention = format_.attention(settings)
     except TensorError as error:
         raise InputError(f"--cache {name}: needs --tables ({error})") from None
+    maps = format_.maps(settings)
     if name in ENGINE_FORMATS:
-        return _engine_plan(name, (keys, values), chosen, shape, tokens, in_rtl)
+        plan = _engine_plan(name, (keys, values), chosen, shape, tokens, in_rtl)
+        return plan if maps is None else _behind_maps(plan, maps)
     if format_.codebooks and format_.integer and keys.codebooks[0].partition == values.codebooks[0].partition:
-        return _pq_plan(name, (keys, values), chosen, shape, tokens, in_rtl)
-    return AttentionPlan(name, "", lambda: GoldenAttention(attention))
+        plan = _pq_plan(name, (keys, values), chosen, shape, tokens, in_rtl)
+        return replace(plan, mapped=any(store.transform is not None for store in (keys, values)))
+    return AttentionPlan(name, "", lambda: GoldenAttention(attention), mapped=maps is not None)
+
+
+def _behind_maps(plan: AttentionPlan, maps) -> AttentionPlan:
+    """The same attention behind maps f16 [L, H, d, d] of keys and values, which the host applies."""
+    from kvant.golden.models.engines import MappedBackend
+
+    def behind(make):
+        return None if make is None else lambda **options: MappedBackend(make(**options), *maps)
+
+    return replace(plan, golden=behind(plan.golden), rtl=behind(plan.rtl), mapped=True)
 
 
 def _engine_plan(name: str, stores, chosen: "Config", shape: "ModelConfig", tokens: int, in_rtl: bool) -> AttentionPlan:

@@ -10,6 +10,7 @@ from kvant.golden.attention.engine import attend
 from kvant.golden.errors import TensorError
 from kvant.golden.kvcache.attention import Int8Head, MantHead, MantTime, by_kv_head, to_port
 from kvant.golden.kvcache.growing import GrowingCache, growing_cache
+from kvant.golden.kvcache.maps import apply, inverse
 from kvant.golden.models.generate import AttentionBackend, Mixed
 from kvant.golden.pq.attention import Pq
 from kvant.golden.pq.cache import PqCache, check_recent, fresh_rows
@@ -103,6 +104,31 @@ class EngineAttention(AttentionBackend):
             planes=self._planes,
         )
         return Mixed(attended.out.reshape(queries.shape))
+
+
+class MappedBackend(AttentionBackend):
+    """Another attention behind maps that the host applies, as `kvant.golden.kvcache.maps.MappedAttention` does.
+
+    Parameters
+    ----------
+    inner : AttentionBackend
+    keys, values : f16 [L, H, d, d]
+        Maps of both.
+    """
+
+    def __init__(self, inner: AttentionBackend, keys: torch.Tensor, values: torch.Tensor):
+        self.inner, self.where = inner, inner.where
+        self._keys, self._values = keys, values
+        self._meet, self._leave = inverse(keys).mT, inverse(values)
+
+    def attend(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Mixed:
+        queries = apply(self._meet[layer][:, None], by_kv_head(queries, len(keys))).flatten(0, 1)
+        mixed = self.inner.attend(layer, queries, apply(self._keys[layer], keys), apply(self._values[layer], values))
+        y = apply(self._leave[layer][:, None], by_kv_head(mixed.y, len(keys))).flatten(0, 1)
+        return mixed._replace(y=y)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 class PqEngineAttention(AttentionBackend):

@@ -349,8 +349,9 @@ def summary(
         f"{first.tokens} tokens of prompt, {len(steps)} decoded. In RTL: every linear layer, the output projection "
         f"included, on {p.rows} x {p.cols} lanes, G = {p.group} (Verilog compiled by Verilator)"
         + (f"; {attention}: {plan.built}." if plan.built else f". In the {decoder.backend.where}: {attention}."),
-        "On the host, in float32: embedding, norms, rotary positions, SiLU, residual sums, choice of the token. "
-        "Activations, queries, keys and values round to fp16 at the port.",
+        "On the host, in float32: embedding, norms, rotary positions, "
+        + ("maps of keys, queries, values and outputs, " if plan.mapped else "")
+        + "SiLU, residual sums, choice of the token. Activations, queries, keys and values round to fp16 at the port.",
         "",
         f"{heading:18} {'where':13} {'cycles':>12} {'bytes':>13} {'seconds':>9}",
     ]
