@@ -4,6 +4,7 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -253,14 +254,29 @@ def rtl_decoder(
 
     for outputs, inputs in {record.shape for record in weights.values()}:
         plan(chosen.linear, tokens=1, inputs=inputs, outputs=outputs)
-    engine = CompiledLinear(chosen.linear, threads=threads, stall=stall, seed=seed, progress=report)
-    try:
-        layers = CompiledLayers(engine, weights, lambda done, total: report("load", done, total))
-        options = {"threads": threads, "stall": stall, "seed": seed, "progress": report}
-        return Decoder(checkpoint, layers, attention.golden() if attention.rtl is None else attention.rtl(**options))
-    except BaseException:
-        engine.close()
-        raise
+    options = {"threads": threads, "stall": stall, "seed": seed, "progress": report}
+
+    def attend() -> "AttentionBackend":
+        return attention.golden() if attention.rtl is None else attention.rtl(**options)
+
+    engine = None
+    with ThreadPoolExecutor(1) as pool:  # generating and translating leave a core for the other designs
+        attending = pool.submit(attend)
+        try:
+            engine = CompiledLinear(chosen.linear, **options)
+            layers = CompiledLayers(engine, weights, lambda done, total: report("load", done, total))
+            return Decoder(checkpoint, layers, attending.result())
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            attending.add_done_callback(_close_backend)
+            raise
+
+
+def _close_backend(made: "Future[AttentionBackend]") -> None:
+    """Free what was made for nothing."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
 
 
 def golden_decoder(
