@@ -50,6 +50,8 @@ class CacheControl(wiring.Component):
         `RowsJob`.
     calibration : out stream
         `Region` of the calibration; `count` of its numbers are wanted.
+    look_up : out
+        For a cycle: the page of the first row's window will be written, and page numbers may be read from now on.
     calibrated : in
         No table write is left.
     resume : out stream
@@ -87,6 +89,7 @@ class CacheControl(wiring.Component):
                 "rows": Out(stream.Signature(RowsJob(p.soc))),
                 "calibration": Out(stream.Signature(Region(p.soc))),
                 "count": Out(range(p.cache.head_dim + 1)),
+                "look_up": Out(1),
                 "calibrated": In(1),
                 "resume": Out(stream.Signature(table_write)),
                 "pass_rows": Out(1),
@@ -168,6 +171,8 @@ class CacheControl(wiring.Component):
             with m.State("CALIBRATE"):
                 m.d.comb += self.calibration.valid.eq(1)
                 with m.If(self.calibration.ready):
+                    # Values of a window that stays open are not written to a page.
+                    m.d.comb += self.look_up.eq(~job.values | fills)
                     m.next = "TABLES"
             with m.State("TABLES"):
                 with m.If(self.calibrated):

@@ -238,6 +238,8 @@ class CacheUnit(wiring.Component):
         wiring.connect(m, writer.window, pages.windows[number])
         m.d.comb += [
             writer.start.eq(control.clear),
+            writer.ahead.eq(control.look_up),
+            writer.first.eq(control.current.position >> (self.p.cache.group.bit_length() - 1)),
             writer.known.eq(pages.known[number]),
             writer.base.eq(pages.base),
             writer.i.valid.eq(Mux(of_values, values.valid, keys.valid)),

@@ -15,7 +15,7 @@ from kvant.hw.soc.parameters import SocParameters
 class PageWriter(wiring.Component):
     """Gives writes to pages their place in memory; a word of the port per cycle.
 
-    The page of a window is looked up when the first write to it comes; writes of one window follow each other.
+    Writes of one window follow each other. Its page is looked up when the first of them comes, or ahead.
 
     Parameters
     ----------
@@ -26,6 +26,8 @@ class PageWriter(wiring.Component):
 
     Members
     -------
+    ahead, first : in
+        Look up the page of this window, that of the next write. Only while `idle`.
     start : in
         Forget the page.
     i : in stream
@@ -46,6 +48,8 @@ class PageWriter(wiring.Component):
         super().__init__(
             {
                 "start": In(1),
+                "ahead": In(1),
+                "first": In(POSITION_BITS - p.group.bit_length() + 1),
                 "i": In(stream.Signature(PageWrite(bits))),
                 "window": Out(stream.Signature(POSITION_BITS)),
                 "known": In(1),
@@ -60,9 +64,9 @@ class PageWriter(wiring.Component):
         m = Module()
         steps = ceil_div(self.bits, soc.port_bits)
         held = Signal(PageWrite(self.bits), reset_less=True)
-        occupied, placed = Signal(), Signal()  # its page is known
-        has_page = Signal()
-        page = Signal(word_address_bits(soc))
+        occupied = Signal()
+        window, page = Signal.like(self.first), Signal(word_address_bits(soc))
+        asks, placed = Signal(), Signal()  # the page of the window is being looked up, is known
         step = Signal(range(max(2, steps)))
         free, moves, leaves, take = Signal(), Signal(), Signal(), Signal()
         given = self.i.payload
@@ -73,24 +77,25 @@ class PageWriter(wiring.Component):
             leaves.eq(moves & (step == steps - 1)),
             self.i.ready.eq(~occupied | leaves),
             take.eq(self.i.valid & self.i.ready),
-            self.window.valid.eq(occupied & ~placed),
-            self.window.payload.eq(held.user.timestamp >> window_bits),
+            self.window.valid.eq(asks),
+            self.window.payload.eq(window),
             self.idle.eq(~occupied & ~self.o.valid),
         ]
         with m.If(self.known):
-            m.d.sync += [page.eq(self.base), placed.eq(1), has_page.eq(1)]
+            m.d.sync += [page.eq(self.base), placed.eq(1), asks.eq(0)]
         with m.If(moves):
             m.d.sync += step.eq(Mux(leaves, 0, step + 1))
         with m.If(take):
-            m.d.sync += [
-                held.eq(given),
-                occupied.eq(1),
-                placed.eq(has_page & (given.user.timestamp == held.user.timestamp)),
-            ]
+            m.d.sync += [held.eq(given), occupied.eq(1)]
+            number = given.user.timestamp >> window_bits
+            with m.If(~(asks | placed) | (number != window)):
+                m.d.sync += [window.eq(number), asks.eq(1), placed.eq(0)]
         with m.Elif(leaves):
             m.d.sync += occupied.eq(0)
         with m.If(self.start):
-            m.d.sync += has_page.eq(0)
+            m.d.sync += [placed.eq(0), asks.eq(0)]
+        with m.If(self.ahead):
+            m.d.sync += [window.eq(self.first), asks.eq(1)]
         data = Array(held.data.word_select(k, soc.port_bits) for k in range(steps))
         keep = Array(held.keep.word_select(k, soc.port_bytes) for k in range(steps))
         with m.If(free):

@@ -219,7 +219,9 @@ def test_a_window_that_does_not_begin_at_its_first_row_is_caught(monkeypatch):
         same_memory(after, scene)
 
 
-@pytest.mark.parametrize("p", [P, SHAPES["transfers wider than words"]], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    "p", [P, pytest.param(SHAPES["transfers wider than words"], marks=pytest.mark.long)], ids=["narrow", "wide"]
+)
 def test_verilog_passes_lint_and_check(tmp_path, p):
     design = emit(CacheUnit(p), "cache_unit")
     (tmp_path / "unit.sv").write_text(design.verilog)
