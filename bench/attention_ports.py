@@ -1,6 +1,8 @@
 """How busy the ports of the attention engine are: words of keys and values per cycle, commands behind each other.
 
 Usage: python bench/attention_ports.py QUERIES PLANES TOKENS [FIELD=VALUE ...]
+
+With time_keys=1 the keys are along time.
 """
 
 import sys
@@ -8,7 +10,7 @@ import sys
 import numpy as np
 
 from kvant.hw.attention.parameters import AttentionParameters
-from kvant.sim.attention.contents import Contents, Int8Rows, MantKeys, MantValues, page_layouts
+from kvant.sim.attention.contents import Contents, Int8Rows, MantKeys, MantValues, TimeKeys, page_layouts, time_layout
 from kvant.sim.attention.engine import Attend, play
 
 COMMANDS = 3
@@ -21,11 +23,15 @@ def contents(p: AttentionParameters, tokens: int) -> Contents:
     staged = np.zeros((tokens % p.group, p.head_dim), np.int8)
     pages = [bytes(keys)] * -(-tokens // p.group), [bytes(values)] * (tokens // p.group)
     scale = np.zeros(p.head_dim, np.float16)
-    return Contents(tokens, MantKeys(pages[0], none), MantValues(pages[1], staged, scale, none))
+    held = MantKeys(pages[0], none)
+    if p.time_keys:
+        held = TimeKeys([bytes(time_layout(p).page_bytes)] * (tokens // p.group), staged, scale, none)
+    return Contents(tokens, held, MantValues(pages[1], staged, scale, none))
 
 
 def main(queries: int, planes: int, tokens: int, **fields: int):
     """Print cycles of a command in the middle, and words per cycle."""
+    fields["time_keys"] = bool(fields.get("time_keys", 0))
     capacity = -(-tokens // fields.get("group", 64)) * fields.get("group", 64)
     p = AttentionParameters(**{"queries": queries, "weight_planes": planes, "capacity": capacity} | fields)
     command = Attend(contents(p, tokens), np.ones((queries, p.head_dim), np.float16))

@@ -1,10 +1,11 @@
 """Attention over M-ANT and INT8 caches: two jobs of the linear path with a softmax between."""
 
 from amaranth.hdl import Cat, Const, Module, Mux, Signal
-from amaranth.lib import data, enum, stream, wiring
+from amaranth.lib import data, stream, wiring
 from amaranth.lib.wiring import In, Out
 
 from kvant.hw.attention.cache_reader import CacheReader, word_port
+from kvant.hw.attention.command import CommandPlan, CommandQueue, attention_command
 from kvant.hw.attention.offset_sums import OffsetSums
 from kvant.hw.attention.outputs import AttentionOutputs, attention_output
 from kvant.hw.attention.parameters import UNIT_BITS, X_SHIFT, AttentionParameters
@@ -14,45 +15,7 @@ from kvant.hw.attention.score_softmax import ScoreSoftmax
 from kvant.hw.attention.value_rows import ValueRows, row_port
 from kvant.hw.attention.weight_planes import WeightPlanes
 from kvant.hw.attention.weight_sum import WeightSum
-from kvant.hw.kvcache.parameters import BLOCK_GROUPS
 from kvant.hw.linear.engine import LinearEngine
-from kvant.hw.linear.parameters import ceil_div
-
-
-class KeyFormat(enum.Enum, shape=2):
-    """How keys are cached: M-ANT groups along the head, INT8 rows, M-ANT groups along time."""
-
-    MANT = 0
-    INT8 = 1
-    MANT_TIME = 2
-
-
-def attention_command(p: AttentionParameters) -> data.StructLayout:
-    """What a command says.
-
-    Members
-    -------
-    queries : 1 .. p.queries
-    tokens : 1 .. p.tokens
-        Keys in the cache.
-    sinks : 0 .. the lesser of p.sinks and `tokens`
-    key_format
-        `KeyFormat`; along time only with `AttentionParameters.time_keys`.
-    int8_values : 1
-        The cache of values holds INT8 rows.
-    head : 8
-        For whoever serves the streams; not used here.
-    """
-    return data.StructLayout(
-        {
-            "queries": range(p.queries + 1),
-            "tokens": range(p.tokens + 1),
-            "sinks": range(p.sinks + 2),
-            "key_format": KeyFormat,
-            "int8_values": 1,
-            "head": 8,
-        }
-    )
 
 
 class AttentionEngine(wiring.Component):
@@ -68,7 +31,7 @@ class AttentionEngine(wiring.Component):
 
     The key job multiplies the queries with all keys; the softmax makes weights of the scores; the value job multiplies
     the weights with the windows of the values, while `ValueRows` adds up the values that are INT8 rows. The next
-    command's key job begins while the outputs leave.
+    command's key job begins while the outputs leave; its keys are read as soon as there is room for them.
 
     Parameters
     ----------
@@ -117,6 +80,7 @@ class AttentionEngine(wiring.Component):
     def elaborate(self, platform):
         p = self.p
         m = Module()
+        m.submodules.commands = commands = CommandQueue(p)
         m.submodules.queries = queries = QueryMemory(p)
         m.submodules.reader = reader = CacheReader(p)
         m.submodules.linear = linear = LinearEngine(p.linear, sets=p.time_keys)
@@ -125,6 +89,7 @@ class AttentionEngine(wiring.Component):
         m.submodules.value_rows = rows = ValueRows(p)
         m.submodules.outputs = outputs = AttentionOutputs(p, rows)
         wiring.connect(m, wiring.flipped(self.q), queries.q)
+        wiring.connect(m, wiring.flipped(self.cmd), commands.cmd)
         wiring.connect(m, wiring.flipped(self.keys), reader.keys)
         wiring.connect(m, wiring.flipped(self.values), reader.values)
         wiring.connect(m, wiring.flipped(self.rows), rows.rows)
@@ -132,48 +97,14 @@ class AttentionEngine(wiring.Component):
         wiring.connect(m, softmax.row_weights, rows.row_weights)
         wiring.connect(m, outputs.out, wiring.flipped(self.out))
 
-        # The command and what follows from it.
-        command = Signal(attention_command(p), reset_less=True)
-        group_bits, head_bits = (p.group - 1).bit_length(), (p.head_groups - 1).bit_length()
-        column_bits, block_bits = (p.cols - 1).bit_length(), (BLOCK_GROUPS - 1).bit_length()
-
-        def ceil_shift(value, bits):
-            """``ceil(value / 2^bits)``."""
-            return (value + ((1 << bits) - 1)) >> bits
-
-        windows = Signal(range(p.tokens // p.group + 1), reset_less=True)
-        int8_keys = command.key_format == KeyFormat.INT8
-        time_keys = command.key_format == KeyFormat.MANT_TIME if p.time_keys else Const(0)
-        formats = [KeyFormat.MANT, KeyFormat.INT8, *([KeyFormat.MANT_TIME] if p.time_keys else [])]
-        sink_blocks = Signal(range(p.sink_blocks + 2), reset_less=True)
-        # Of keys along time: windows, INT8 blocks of the open one.
-        key_windows = Signal.like(windows, reset_less=True)
-        staged_blocks = Signal(range(p.staged_blocks + 1), reset_less=True)
-        key_tiles = Signal(range(ceil_div(p.tokens, p.cols) + 1), reset_less=True)
-        key_pages = Signal.like(reader.job.payload.pages, reset_less=True)
-        windowed = Signal.like(command.tokens, reset_less=True)
-        legal = Signal()
-        m.d.comb += legal.eq(
-            (command.queries != 0)
-            & (command.queries <= p.queries)
-            & (command.tokens != 0)
-            & (command.tokens <= p.tokens)
-            & (command.sinks <= p.sinks)
-            & (command.sinks <= command.tokens)
-            & Cat(command.key_format == one for one in formats).any()
-        )
-        groups = ceil_shift(command.tokens << head_bits, block_bits)
-        m.d.sync += [
-            windows.eq(Mux(command.int8_values, 0, command.tokens >> group_bits)),
-            windowed.eq(Mux(command.int8_values, 0, Cat(Const(0, group_bits), command.tokens[group_bits:]))),
-            sink_blocks.eq(ceil_shift(command.sinks << head_bits, block_bits)),
-            key_tiles.eq(ceil_shift(command.tokens, column_bits)),
-            key_pages.eq(Mux(int8_keys, groups, ceil_shift(command.tokens, group_bits))),
-            key_windows.eq(command.tokens >> group_bits),
-            staged_blocks.eq(Mux(time_keys, ceil_shift(command.tokens[:group_bits] << head_bits, block_bits), 0)),
-        ]
+        # The command under way.
+        plan = Signal(CommandPlan(p), reset_less=True)
+        command, time_keys = plan.command, plan.time_keys if p.time_keys else Const(0)
+        windows, key_windows = plan.windows, plan.key_windows
+        sink_blocks, staged_blocks = plan.sink_blocks, plan.staged_blocks
+        column_bits = (p.cols - 1).bit_length()
         has_groups = Mux(command.int8_values, 1, command.sinks != 0)
-        has_channels = ~command.int8_values & (windowed != command.tokens)
+        has_channels = ~command.int8_values & (plan.windowed != command.tokens)
 
         # What its outputs need: they leave while the next command reads its keys.
         outputting = Signal()
@@ -182,17 +113,20 @@ class AttentionEngine(wiring.Component):
 
         # Its two jobs.
         values = Signal()  # the job under way is that of values
-        reads, multiplies = Signal(), Signal()  # a job is offered
-        reads_values = Signal()
+        multiplies, reads_values = Signal(), Signal()  # a job is offered
+        reads_keys, keys_asked = Signal(), Signal()  # that of the next command's keys; it has been taken
+        following = commands.o.payload
         job = linear.cmd.payload.data
-        last_tiles = Mux(time_keys, key_windows * p.window_tiles, key_tiles)
+        last_tiles = Mux(time_keys, key_windows * p.window_tiles, plan.key_tiles)
         m.d.comb += [
-            reader.job.valid.eq(reads),
+            # The windows behind the keys, then the keys of the next command: words come as soon as there is room.
+            reads_keys.eq(~reads_values & commands.o.valid & ~keys_asked),
+            reader.job.valid.eq(reads_values | reads_keys),
             reader.job.payload.values.eq(reads_values),
-            reader.job.payload.int8.eq(int8_keys),
-            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, sink_blocks + staged_blocks)),
-            reader.job.payload.pages.eq(Mux(reads_values, windows, Mux(time_keys, key_windows, key_pages))),
-            reader.job.payload.tiles.eq(key_tiles),
+            reader.job.payload.int8.eq(following.int8_keys),
+            reader.job.payload.sink_blocks.eq(Mux(reads_values, 0, following.sink_blocks + following.staged_blocks)),
+            reader.job.payload.pages.eq(Mux(reads_values, windows, following.key_pages)),
+            reader.job.payload.tiles.eq(following.key_tiles),
             linear.cmd.valid.eq(multiplies),
             job.tokens.eq(Mux(values, command.queries * p.weight_planes, command.queries)),
             job.groups.eq(Mux(values, windows, p.head_groups)),
@@ -234,7 +168,7 @@ class AttentionEngine(wiring.Component):
             wiring.connect(m, reader.channel_words, fold.channel_words)
             wiring.connect(m, queries.x, fold.i)
             m.d.comb += [
-                reader.job.payload.time.eq(time_keys & ~reads_values),
+                reader.job.payload.time.eq(following.time_keys & ~reads_values),
                 fold.start.eq(start),
                 fold.time.eq(time_keys),
                 fold.with_sinks.eq(command.sinks != 0),
@@ -296,7 +230,7 @@ class AttentionEngine(wiring.Component):
             rows.start.eq(second),
             rows.count.eq(command.queries),
             rows.group_rows.eq(Mux(command.int8_values, command.tokens, command.sinks)),
-            rows.channel_rows.eq(Mux(command.int8_values, 0, command.tokens - windowed)),
+            rows.channel_rows.eq(Mux(command.int8_values, 0, command.tokens - plan.windowed)),
             outputs.start.eq(second),
             outputs.count.eq(leaving_count),
             outputs.go.eq(output),
@@ -316,9 +250,10 @@ class AttentionEngine(wiring.Component):
         for theirs, ours in zip(softmax.limits, queries.limits, strict=True):
             m.d.comb += theirs.eq(ours)
 
-        refused = Signal()
-        with m.If(reads & reader.job.ready):  # the windows behind the keys: their words come as soon as there is room
-            m.d.sync += [reads.eq(~reads_values & (windows != 0)), reads_values.eq(1)]
+        with m.If(start):
+            m.d.sync += [reads_values.eq(windows != 0), keys_asked.eq(0)]
+        with m.Elif(reader.job.valid & reader.job.ready):
+            m.d.sync += [reads_values.eq(0), keys_asked.eq(keys_asked | reads_keys)]
         with m.If(multiplies & linear.cmd.ready):
             m.d.sync += multiplies.eq(0)
         with m.If(second):
@@ -335,19 +270,13 @@ class AttentionEngine(wiring.Component):
         m.d.comb += self.busy.eq(1)
         with m.FSM():
             with m.State("COMMAND"):
-                m.d.comb += [self.busy.eq(outputting), self.cmd.ready.eq(1)]
-                m.d.sync += [command.eq(self.cmd.payload.data), values.eq(0)]
-                with m.If(self.cmd.valid):
-                    m.next = "CHECK"
-            with m.State("CHECK"):
-                m.d.comb += refused.eq(~legal)
-                with m.If(legal):
+                m.d.comb += [self.busy.eq(outputting | ~commands.idle), commands.o.ready.eq(keys_asked)]
+                m.d.sync += [plan.eq(following), values.eq(0)]
+                with m.If(commands.o.valid & keys_asked):
                     m.next = "START"
-                with m.Else():
-                    m.next = "COMMAND"
             with m.State("START"):
                 m.d.comb += start.eq(1)
-                m.d.sync += [reads.eq(1), reads_values.eq(0), multiplies.eq(1)]
+                m.d.sync += multiplies.eq(1)
                 m.next = "QUERIES"
             with m.State("QUERIES"):
                 with m.If(queries.loaded):
@@ -366,7 +295,7 @@ class AttentionEngine(wiring.Component):
             self.nonfinite.eq(linear.nonfinite | folded_nonfinite),
             self.busy_cycles.eq(linear.busy_cycles),
         ]
-        with m.If(Cat(linear.error, refused, rows.error, *fold_flags).any()):
+        with m.If(Cat(linear.error, commands.refused, rows.error, *fold_flags).any()):
             m.d.sync += self.error.eq(1)
         return m
 

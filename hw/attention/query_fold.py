@@ -43,7 +43,7 @@ class QueryFold(wiring.Component):
     Members
     -------
     start : in
-        A command begins; it forgets the scales of the last one. The inputs below are stable from here on.
+        A command begins. The inputs below are stable from here on; scales may have come before.
     time, with_sinks, windows : in
         Keys along time; there are sinks among them; their windows.
     go : in
@@ -137,15 +137,15 @@ class QueryFold(wiring.Component):
         may = (known != 0) & (~window_set | (self.kept & (ahead != WINDOWS_AHEAD)))
         uses = done & ~plain
         with m.If(self.start):
-            m.d.sync += [entry.eq(0), known.eq(0), used.eq(0), ahead.eq(0), window.eq(0)]
+            m.d.sync += window.eq(0)
         with m.Else():
-            m.d.sync += [
-                entry.eq(entry + complete),
-                known.eq(known + complete - uses),
-                used.eq(used + uses),
-                ahead.eq(ahead + (uses & window_set) - self.scored),
-                window.eq(window + (uses & window_set)),
-            ]
+            m.d.sync += window.eq(window + (uses & window_set))
+        m.d.sync += [
+            entry.eq(entry + complete),
+            known.eq(known + complete - uses),
+            used.eq(used + uses),
+            ahead.eq(ahead + (uses & window_set) - self.scored),
+        ]
         with m.FSM(name="set"):
             with m.State("IDLE"):
                 m.d.sync += [

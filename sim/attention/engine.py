@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvant.hw.attention.cache_reader import word_port
-from kvant.hw.attention.engine import AttentionEngine, KeyFormat, attention_command, query_port, row_port
+from kvant.hw.attention.command import KeyFormat
+from kvant.hw.attention.engine import AttentionEngine, attention_command, query_port, row_port
 from kvant.hw.attention.parameters import AttentionParameters
 from kvant.hw.linear.parameters import ceil_div
 from kvant.sim.attention.contents import Contents, Int8Rows, MantKeys, TimeKeys, key_bytes, value_bytes, value_rows
