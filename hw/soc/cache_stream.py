@@ -146,21 +146,39 @@ class CacheStream(wiring.Component):
         key_sinks = layout.record.key_sinks.offset // p.soc.port_bytes
         group_bits, head_bits = (attention.group - 1).bit_length(), (attention.head_groups - 1).bit_length()
         given, job = self.job.payload, Signal(StreamJob(p))
-        left = Signal(BlockCounts(p))
-        window = Signal.like(left.keys)
+        sinks_left = Signal.like(counts.sinks)
         address = Signal.like(job.record)
-        values = Signal()
         region = reader.region.payload
         numbers = Signal(BlockCounts(p))
+
+        # The next page is looked up while one is asked for.
+        looks, values, found = Signal(), Signal(), Signal()
+        window = Signal.like(counts.keys)
+        page = Signal(data.StructLayout({"address": address.shape(), "values": 1, "last": 1}))
+        last_window = window + 1 == Mux(values, counts.values, counts.keys)
+        m.d.comb += [
+            table.table.eq(job.table),
+            table.pool.eq(Mux(values, job.value_pool, job.key_pool)),
+            table.values.eq(values),
+            table.windows[0].valid.eq(looks & ~found),
+            table.windows[0].payload.eq(window),
+        ]
+        with m.If(table.known[0]):
+            m.d.sync += [
+                found.eq(1),
+                page.address.eq(table.base),
+                page.values.eq(values),
+                window.eq(window + 1),
+            ]
+            ends = last_window & (values | (counts.values == 0))
+            m.d.sync += [page.last.eq(ends), looks.eq(~ends)]
+            with m.If(last_window):
+                m.d.sync += [values.eq(1), window.eq(0)]
+
         m.d.comb += [
             numbers.sinks.eq(((given.sinks << head_bits) + (BLOCK_GROUPS - 1)) >> (BLOCK_GROUPS - 1).bit_length()),
             numbers.keys.eq((given.tokens + (attention.group - 1)) >> group_bits),
             numbers.values.eq(given.tokens >> group_bits),
-            table.table.eq(job.table),
-            table.pool.eq(Mux(values, job.value_pool, job.key_pool)),
-            table.values.eq(values),
-            table.windows[0].payload.eq(window),
-            region.address.eq(address),
             slot.eq(job.slot),
         ]
         with m.FSM(name="ask"):
@@ -170,33 +188,31 @@ class CacheStream(wiring.Component):
                     m.d.sync += [
                         job.eq(given),
                         counts.eq(numbers),
-                        left.eq(numbers),
                         waits.eq(1),
+                        sinks_left.eq(numbers.sinks),
                         address.eq(given.record + key_sinks),
-                        window.eq(0),
+                        looks.eq(1),
                         values.eq(0),
+                        window.eq(0),
                     ]
                     m.next = "SINKS"
             with m.State("SINKS"):
-                m.d.comb += [reader.region.valid.eq(left.sinks != 0), region.words.eq(words["sinks"])]
-                with m.If(left.sinks == 0):
-                    m.next = "NUMBER"
-                with m.Elif(reader.region.ready):
-                    m.d.sync += [left.sinks.eq(left.sinks - 1), address.eq(address + words["sinks"])]
-            with m.State("NUMBER"):
-                m.d.comb += table.windows[0].valid.eq(1)
-                m.d.sync += address.eq(table.base)
-                with m.If(table.known[0]):
-                    m.next = "PAGE"
-            with m.State("PAGE"):
                 m.d.comb += [
-                    reader.region.valid.eq(1),
-                    region.words.eq(Mux(values, words["values"], words["keys"])),
+                    reader.region.valid.eq(sinks_left != 0),
+                    region.address.eq(address),
+                    region.words.eq(words["sinks"]),
                 ]
-                with m.If(reader.region.ready):
-                    m.d.sync += window.eq(window + 1)
-                    m.next = "NUMBER"
-                    with m.If(window + 1 == Mux(values, counts.values, counts.keys)):
-                        m.d.sync += [values.eq(1), window.eq(0)]
-                        with m.If(values | (counts.values == 0)):
-                            m.next = "IDLE"
+                with m.If(sinks_left == 0):
+                    m.next = "PAGES"
+                with m.Elif(reader.region.ready):
+                    m.d.sync += [sinks_left.eq(sinks_left - 1), address.eq(address + words["sinks"])]
+            with m.State("PAGES"):
+                m.d.comb += [
+                    reader.region.valid.eq(found),
+                    region.address.eq(page.address),
+                    region.words.eq(Mux(page.values, words["values"], words["keys"])),
+                ]
+                with m.If(found & reader.region.ready):
+                    m.d.sync += found.eq(0)
+                    with m.If(page.last):
+                        m.next = "IDLE"

@@ -12,7 +12,7 @@ import numpy as np
 from kvant.hw.linear.parameters import ceil_div
 from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.cache_memory import PAGE_NUMBER_BYTES, Calibration
-from kvant.hw.soc.descriptors import AttendDescriptor, CacheDescriptor, Flag
+from kvant.hw.soc.descriptors import AttendDescriptor, CacheDescriptor, EncodedDescriptor, Flag
 from kvant.sim.soc.driver import Y_BYTES, Accelerator, AcceleratorError, Rows
 
 HALF_BYTES = 2
@@ -205,7 +205,7 @@ class Sequence:
         """
         accelerator = self.caches.accelerator
         mark = accelerator.mark()
-        accelerator.run(self.append_descriptors(k, v))
+        self._run(self.append_descriptors(k, v))
         accelerator.release(mark)
         self.appended(v)
 
@@ -281,11 +281,17 @@ class Sequence:
         accelerator = self.caches.accelerator
         mark = accelerator.mark()
         descriptors, results = self.attend_descriptors(q, first=first, end=end, slope=slope)
-        for start in range(0, len(descriptors), accelerator.ring - 2):
-            accelerator.run(descriptors[start : start + accelerator.ring - 2])
+        self._run(descriptors)
         out = [accelerator.load_rows(rows, q.shape[1], q.shape[2]) for rows in results]
         accelerator.release(mark)
         return np.stack(out)
+
+    def _run(self, descriptors: Items[EncodedDescriptor]) -> None:
+        """Run descriptors, as many at a time as the ring holds beside END."""
+        accelerator = self.caches.accelerator
+        most = accelerator.ring - 2
+        for start in range(0, len(descriptors), most):
+            accelerator.run(descriptors[start : start + most])
 
     def free(self) -> None:
         """Give the pages back; the sequence has no tokens any more."""

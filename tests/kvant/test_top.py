@@ -13,6 +13,7 @@ from kvant.top import BLOCK, top_parameters
 SMALL = ["rows=2", "cols=3", "group=16", "accumulators=8", "activation_words=128"]
 PORT = ["port_bits=64", "burst_beats=16", "weight_words=64"]
 WIDE = ["rows=4", "cols=4", "group=32", "accumulators=8", "activation_words=64", "int8_groups=false"]
+CACHED = ["rows=4", "cols=2", "group=16", "head_dim=16", "lanes=4", "sinks=2", "capacity=64", "attention=true"]
 
 
 def options(overrides):
@@ -24,7 +25,14 @@ def generate(kvant, folder, overrides):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("overrides", [SMALL + PORT, [*WIDE, "port_bits=512", "address_bits=64"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        SMALL + PORT,
+        [*WIDE, "port_bits=512", "address_bits=64"],
+        pytest.param(CACHED + PORT, marks=pytest.mark.long),
+    ],
+)
 def test_the_verilog_is_clean_for_three_tools(kvant, tmp_path, overrides):
     generate(kvant, tmp_path, overrides)
     assert lint(tmp_path, "kvant_top.sv", top="kvant_top") == ""
@@ -65,9 +73,25 @@ def test_a_layer_of_the_user_runs_through_descriptors(kvant, tmp_path):
     assert 0 < out["busy_cycles"] < out["cycles"] and out["bytes_read"] > out["w_codes"].size // 2
 
 
+def test_attention_is_a_switch():
+    chosen = config.load(None, CACHED + PORT)
+    p = top_parameters(chosen)
+    assert p.cache == chosen.cache and p.attention == chosen.attention
+    memory = BLOCK.facts(chosen)["memory"]
+    assert list(memory["descriptors"]["kinds"]) == ["FENCE", "LINEAR", "END", "CACHE", "ATTEND"]
+    assert memory["caches"]["record"]["value_window"]["rows"] == 16
+    assert BLOCK.parameters(chosen)["queries"] == chosen.attention.queries
+    plain = config.load(None, CACHED[:-1] + PORT)
+    assert top_parameters(plain).cache is None and "caches" not in BLOCK.facts(plain)["memory"]
+    json.dumps([memory, BLOCK.parameters(chosen)])
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
+        (["generate", "top", "-o", "out", "--set", "attention=true", "--set", "cols=3"], ["cols = 3"]),
+        (["generate", "top", "-o", "out", "--set", "attention=true", "--set", "port_bits=256"], ["port_bits = 256"]),
+        (["generate", "top", "-o", "out", "--set", "attention=true", "--set", "offset=true"], ["offset = true"]),
         (["generate", "top", "-o", "out", "--set", "group=20"], ["group = 20", "multiples of 8"]),
         (["generate", "top", "-o", "out", "--set", "burst_beats=300"], ["burst_beats = 300", "1 to 256"]),
         (["generate", "top", "-o", "out", "--bench"], ["--bench"]),
