@@ -82,7 +82,7 @@ def same_memory(memory, scene):
 )
 def test_sequences_and_heads_share_a_memory(simulator, stall, latency):
     slow = simulator == "icarus"
-    lengths = [21, 6] if slow else [33, 8, 6, 17]
+    lengths = [17, 3] if slow else [33, 8, 6, 17]
     scene = Scene(P, int(100 * stall), lengths, heads=1 if slow else 2)
     rng = random.Random(1)
     todo = [
