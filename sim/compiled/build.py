@@ -278,7 +278,8 @@ def _build(folder: Path, result: Path, threads: int, version: str, progress: Pro
     commands = [["g++", *flags, *kinds[kind], "-x", "c++-header", str(copy)] for kind, copy in headers.items()]
     sources = sorted(folder.glob("Vmodel*.cpp"), key=lambda file: -file.stat().st_size)  # the longest first
     runtime = _runtime(version)
-    rest = [compile_(root / "include" / name, RUNTIME_FLAGS) for name in _RUNTIME if not runtime.exists()]
+    known = runtime.exists()  # looked at once: another build may bring it meanwhile
+    rest = [] if known else [compile_(root / "include" / name, RUNTIME_FLAGS) for name in _RUNTIME]
     rest.append(compile_(folder / "player.cpp", FAST_FLAGS))
     for source in sources:
         kind = "slow" if "Slow" in source.name else "fast"
@@ -286,10 +287,10 @@ def _build(folder: Path, result: Path, threads: int, version: str, progress: Pro
     total = len(commands) + len(rest) + 1
     _run_all(commands, folder, "g++", lambda done, _: progress("compile", done, total))
     _run_all(rest, folder, "g++", lambda done, _: progress("compile", len(commands) + done, total))
-    objects = [*folder.glob("*.o"), *(runtime.glob("*.o") if runtime.exists() else ())]
+    objects = [*folder.glob("*.o"), *(runtime.glob("*.o") if known else ())]
     link = ["g++", "-shared", "-Wl,-Bsymbolic", *map(str, sorted(objects)), "-pthread", "-latomic"]
     _run_all([[*link, "-o", str(result)]], folder, "g++", lambda *_: progress("compile", total, total))
-    if not runtime.exists():
+    if not known:
         whole = folder / "runtime"
         whole.mkdir()
         for name in _RUNTIME:

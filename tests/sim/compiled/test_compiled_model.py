@@ -1,5 +1,6 @@
 """Compiled models of a small component: transfers, pauses, plain ports, and what is refused."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,8 @@ from stream_components import Accumulator
 
 from kvant.hw.emit import emit
 from kvant.hw.parameters import ParameterError
+from kvant.sim import toolchain
+from kvant.sim.compiled import build
 from kvant.sim.compiled.build import storage_bytes
 from kvant.sim.compiled.model import CompiledModel, records
 from kvant.sim.errors import SimulationError
@@ -38,6 +41,25 @@ def packets(count: int, seed: int = 0) -> tuple[dict[str, np.ndarray], list[int]
 def results(buffers: dict[str, np.ndarray]) -> list[int]:
     """Values in the buffers of y."""
     return buffers["data"].view("<u4").ravel().tolist()
+
+
+def test_a_runtime_that_another_build_brings_meanwhile_is_not_linked_twice(design, tmp_path, monkeypatch):
+    version = toolchain.version("verilator")
+    monkeypatch.setattr(toolchain, "cache_folder", lambda: tmp_path)
+    run_all, calls = build._run_all, []
+
+    def other_build_wins(commands, folder, tool, done):
+        run_all(commands, folder, tool, done)
+        calls.append(tool)
+        if len(calls) == 3:  # all is compiled, nothing is linked
+            runtime = build._runtime(version)
+            runtime.mkdir(parents=True)
+            for name in build._RUNTIME:
+                shutil.copy((folder / name).with_suffix(".o"), runtime)
+
+    monkeypatch.setattr(build, "_run_all", other_build_wins)
+    assert build.library(design).exists()
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("stall", [0.0, 0.3, 0.9, {"y": 0.8}])
