@@ -19,7 +19,6 @@ from kvant.hw.parameters import ParameterError
 from kvant.hw.soc.descriptors import ErrorCode
 from kvant.hw.soc.parameters import SocParameters, TopParameters
 from kvant.linear import golden_outputs, random_case
-from kvant.sim.errors import SimulationError
 from kvant.sim.soc import bench
 
 pytest.importorskip("cocotbext.axi")
@@ -40,9 +39,7 @@ HEADS = [Calibrated(TABLES[0], TABLES[1], FLOOR), Calibrated(TABLES[1], TABLES[0
 
 def run(program, *, latency=20, stall=0.0, seed=0, memory="model", cycles=200_000, **arguments):
     options = {"latency": latency, "stall": stall, "seed": seed, "memory": memory, "cycles": cycles}
-    simulator = arguments.pop("simulator", "verilator")
-    edit = {name: arguments.pop(name) for name in ("edit_verilog",) if name in arguments}
-    return bench.run(P, program, simulator=simulator, options=options, paths=HELPERS, heads=HEADS, **edit, **arguments)
+    return bench.run(P, program, options=options, paths=HELPERS, heads=HEADS, **arguments)
 
 
 class Story:
@@ -173,31 +170,6 @@ def test_after_an_abort_at_any_time_everything_can_be_done_again():
     delays = [10, 60, 150, 300, 450, 600, 800, 1000, 1200, 1400]
     for delay, quiet, outputs in run(programs.aborts, latency=15, stall=0.1, delays=delays, **arguments):
         assert quiet and same(outputs, expected), delay
-
-
-@pytest.mark.long
-def test_icarus_agrees():
-    story = conversation(rounds=1)
-    results, _, _ = run(programs.conversations, sequences=2, steps=story.steps, simulator="icarus", stall=0.1)
-    assert all(same(result, expected) for result, expected in zip(results, story.expected, strict=True))
-
-
-@pytest.mark.long
-def test_a_fault_of_the_sequencer_is_caught():
-    """A cache job that none asked for."""
-    original = "assign port = pending[5:4];"
-
-    def edit(text):
-        assert text.count(original) == 1
-        return text.replace(original, "assign port = {pending[5], 1'h1};")
-
-    story = conversation(rounds=0)
-    arguments = {"sequences": 2, "steps": story.steps, "edit_verilog": edit, "cycles": 20_000}
-    try:
-        results, _, _ = run(programs.conversations, **arguments)
-    except SimulationError:
-        return
-    assert not all(same(result, expected) for result, expected in zip(results, story.expected, strict=True))
 
 
 @pytest.mark.parametrize(
