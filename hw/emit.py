@@ -3,7 +3,8 @@
 Ports of a stream member ``x``: ``s_axis_x_tvalid``, ``s_axis_x_tready`` and, for each field ``data``, ``user``,
 ``keep``, ``last`` of its payload, ``s_axis_x_tdata`` and so on (``m_axis_x_...`` where the component is the source).
 A payload of another shape goes to ``tdata`` as a whole. Any other member keeps its name, with nested names joined by
-underscores. Clock and reset are ``clk`` and ``rst`` (synchronous, active high).
+underscores; a reserved word of SystemVerilog has one behind it. Clock and reset are ``clk`` and ``rst`` (synchronous,
+active high).
 """
 
 import json
@@ -212,7 +213,7 @@ class FlatTop(Elaboratable):
         if not len(value):
             return
         if name in KEYWORDS:
-            raise ParameterError(f"port {name}: legal are names that are no reserved words of SystemVerilog")
+            name = f"{name}_"
         fields = tuple(_leaves(shape)) if isinstance(shape, (data.Layout, ShapeCastable)) else ()
         signal = Signal(len(value), name=name)
         self.signals[name] = signal
@@ -281,7 +282,7 @@ def emit(
     Raises
     ------
     ParameterError
-        *name* is not a plain identifier, or a reserved word; a port of the component has such a name.
+        *name* is not a plain identifier, or a reserved word.
     EmitError
         Yosys is missing or refuses the design.
     """
