@@ -15,6 +15,7 @@ from kvant.hw.emit import emit
 from kvant.sim.attention import engine
 from kvant.sim.simulate import simulate
 from kvant.sim.streams import Reset
+from kvant.sim.words import struct_word
 from kvant.simulated import compare
 
 SEED = 20261130
@@ -118,7 +119,7 @@ def test_keys_along_time_are_refused_where_they_are_not_built():
     legal = play.inputs["cmd"]["data"]
     good = {"queries": 2, "tokens": 8, "sinks": 3, "int8_values": 0, "head": 0}
     for p, wrong in ((TINY, (2, 3)), (TIME, (3,))):
-        words = [engine._word(attention_command(p), good | {"key_format": key_format}) for key_format in wrong]
+        words = [struct_word(attention_command(p), good | {"key_format": key_format}) for key_format in wrong]
         play.inputs["cmd"]["data"] = [*words, legal[0]]
         trace = simulate(
             lambda p=p: AttentionEngine(p), "attention", play, simulator="icarus", design_key=("attention", p)
@@ -166,7 +167,7 @@ def test_commands_out_of_range_are_dropped_and_raise_error():
     legal = play.inputs["cmd"]["data"]
     good = {"queries": 2, "tokens": 8, "sinks": 3, "key_format": 0, "int8_values": 0, "head": 0}
     changes = ({"queries": 0}, {"queries": 3}, {"tokens": 0}, {"tokens": 65}, {"sinks": 4}, {"tokens": 2})
-    words = [engine._word(attention_command(p), good | change) for change in changes]
+    words = [struct_word(attention_command(p), good | change) for change in changes]
     play.inputs["cmd"]["data"] = [*words[:3], legal[0], *words[3:], legal[1]]
     trace = simulate(lambda: AttentionEngine(p), "attention", play, simulator="icarus", design_key=("attention", p))
     compare(golden, engine.collect(p, trace))
