@@ -27,14 +27,14 @@ module matvec #(
 
   // ---- what joins accelerator, memory and state machine
 
-  wire [1:0] arid, awid;
+  wire [3:0] arid, awid;
   wire [31:0] araddr, awaddr;
   wire [7:0] arlen, awlen;
   wire arvalid, awvalid, wvalid, wlast, bready, rready;
   wire [127:0] wdata;
   wire [15:0] wstrb;
   reg arready, awready, rvalid, rlast, bvalid;
-  reg [1:0] rid, bid;
+  reg [3:0] rid, bid;
   reg [127:0] rdata;
   wire wready;
 
